@@ -1,0 +1,45 @@
+"""Pipelined data-parallel training for Keras 3 on MPI; see the README."""
+
+from importlib import import_module as _import_module
+from typing import Any as _Any
+
+from mpipipe import launcher as _launcher
+from mpipipe._version import __version__
+from mpipipe.context import (
+    client_index,
+    finalize,
+    init,
+    is_client,
+    is_server,
+    local_rank,
+    local_size,
+    num_clients,
+    rank,
+    size,
+)
+
+__all__ = [
+    "DistributedOptimizer",
+    "__version__",
+    "client_index",
+    "finalize",
+    "init",
+    "is_client",
+    "is_server",
+    "local_rank",
+    "local_size",
+    "num_clients",
+    "rank",
+    "shard",
+    "size",
+]
+
+# TensorFlow reads its log level when it is loaded, and loading it takes seconds: so before, and only on demand.
+_launcher.quieten_tensorflow()
+_ON_DEMAND = {"DistributedOptimizer": "mpipipe.keras.optimizer", "shard": "mpipipe.data"}
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _ON_DEMAND:
+        return getattr(_import_module(_ON_DEMAND[name]), name)
+    raise AttributeError(f"module 'mpipipe' has no attribute {name!r}")

@@ -1,0 +1,318 @@
+"""The run that this process is part of: its rank and role, one duplicated communicator, and a clean end of it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from mpipipe import launcher, logs
+from mpipipe.config import Config
+from mpipipe.errors import DisagreementError, EnvironmentProblem, MpipipeError
+from mpipipe.session import _PLACES, SERVER, ClientSession, ServerSession
+from mpipipe.trace import Recorder
+from mpipipe.transport.base import Transport
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# Seconds for which a rank that knows of an error shared by all waits to be ended by the rank that prints it.
+_GRACE = 5.0
+
+
+class Context:
+    """One rank of a run.
+
+    Args:
+        config: the settings.
+        transport: this rank's end of the network; not used where the run has one rank only.
+        local: (rank, size) among the processes on this host.
+    """
+
+    def __init__(self, config: Config, transport: Transport | None, local: tuple[int, int] = (0, 1)) -> None:
+        self.config = config
+        self.rank, self.size = (transport.rank, transport.size) if transport else (0, 1)
+        self.local_rank, self.local_size = local
+        self.recorder = Recorder(keep=bool(config.timeline))
+        # Where this process is in the middle of training, in words; empty elsewhere.
+        self.busy = ""
+        # Called when this rank leaves the run.
+        self.closers: list[Callable[[], None]] = []
+        # What sys.exit was called with.
+        self.exit_code: Any = None
+        self._transport = transport
+        self._sessions: list[ClientSession | ServerSession] = []
+        self._early: dict[int, list[tuple[int, dict[str, Any]]]] = {}  # messages for sessions yet to come
+        self._lock = threading.Lock()
+        self._departed: dict[int, dict[str, int]] = {}
+        self._bye = threading.Event()
+        self._finalized = False
+        if transport is not None:
+            transport.on_control(self._dispatch)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to train with."""
+        return self.size == 1
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this rank serves."""
+        return self.rank == SERVER
+
+    @property
+    def clients(self) -> range:
+        """The ranks that train."""
+        return range(1, self.size) if self.size > 1 else range(1)
+
+    @property
+    def transport(self) -> Transport:
+        """The network. There is none where this rank is alone."""
+        assert self._transport is not None
+        return self._transport
+
+    def new_session(self) -> ClientSession | ServerSession:
+        """A session for one more optimizer. All ranks make theirs in the same order."""
+        with self._lock:
+            number = len(self._sessions)
+            session = ServerSession(self, number) if self.is_server else ClientSession(self, number)
+            self._sessions.append(session)
+            for source, message in self._early.pop(number, []):
+                session.receive(source, message)
+        return session
+
+    def _dispatch(self, source: int, message: dict[str, Any]) -> None:
+        if message["kind"] == "depart":
+            self._client_departs(source, message["steps"])
+        elif message["kind"] == "bye":
+            self._bye.set()
+        else:
+            with self._lock:
+                if message["session"] < len(self._sessions):
+                    self._sessions[message["session"]].receive(source, message)
+                else:
+                    self._early.setdefault(message["session"], []).append((source, message))
+
+    def _client_departs(self, client: int, steps: dict[str, int]) -> None:
+        self._departed[client] = steps
+        for session in self._sessions:
+            if isinstance(session, ServerSession) and session.engine is not None and str(session.number) in steps:
+                session.engine.depart(client, steps[str(session.number)])
+
+    def fail(self, message: str, code: int = 1) -> None:
+        """Say why and end every process of the run."""
+        sys.stderr.write(logs.prefix_lines(self.rank, message))
+        sys.stderr.flush()
+        self.abort(code)
+
+    def abort(self, code: int = 1) -> None:
+        """End every process of the run."""
+        if self._transport is not None and self.size > 1:
+            self._transport.abort(code)
+        os._exit(code)
+
+    def end_with(self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+        """Print an exception that nobody caught and end every process of the run."""
+        sys.stdout.flush()
+        if isinstance(error, DisagreementError) and not self.is_server:
+            time.sleep(_GRACE)  # the server prints it and ends the run
+        logs.print_exception(self.rank, kind, error, trace, brief=isinstance(error, MpipipeError))
+        self.abort(1)
+
+    def finalize(self) -> None:
+        """Leave the run in an orderly way; every rank comes here, at the latest when its script has ended."""
+        if self._finalized:
+            return
+        self._finalized = True
+        if self.config.timeline:
+            self.recorder.write(self.config.timeline, self.rank)
+        if self.alone:
+            return
+        if self.exit_code not in (None, 0):
+            code = self.exit_code if isinstance(self.exit_code, int) else 1
+            self.fail(f"this rank called sys.exit({self.exit_code!r}): ending the run on all ranks", code)
+        if self.busy:
+            self.fail(f"this rank's script ended in the middle of {self.busy}: ending the run on all ranks")
+        if self.is_server:
+            self._wait_for_clients()
+        else:
+            self._depart()
+        for close in self.closers:
+            close()
+        self.transport.close()
+
+    def _depart(self) -> None:
+        steps = {str(s.number): s.steps_done() for s in self._sessions if isinstance(s, ClientSession)}
+        self.transport.send_control(SERVER, {"kind": "depart", "steps": steps})
+        self._bye.wait()
+
+    def _wait_for_clients(self) -> None:
+        """Wait until the clients' scripts have ended; they may not want anything from the server any more."""
+        while len(self._departed) < len(self.clients):
+            for session in self._sessions:
+                waiting = session.inbox.peek()
+                if waiting is not None:
+                    self._left_behind(f"rank {waiting[0]} is {_PLACES[waiting[1]['kind']]}")
+                if isinstance(session, ServerSession) and session.engine and session.engine.step_waits:
+                    self._left_behind("clients go on with another step")
+            if self._early:
+                self._left_behind("clients go on with another optimizer")
+            time.sleep(0.02)
+        for client in self.clients:
+            self.transport.send_control(client, {"kind": "bye"})
+
+    def _left_behind(self, what: str) -> None:
+        self.fail(
+            f"the server's script has ended, but {what}: call optimizer.serve(model.variables) on the server, or "
+            "optimizer.finish(model.variables) after the loop on every rank"
+        )
+
+
+_current: Context | None = None
+
+
+def init(**settings: Any) -> Context:
+    """Join the run; implied by the first use of anything else. Later calls must not give other settings.
+
+    Args:
+        **settings: see :class:`mpipipe.config.Config`; each can also be given as an environment variable.
+
+    Raises:
+        ConfigError: a setting that does not exist, or a value that it cannot have.
+        EnvironmentProblem: no MPI library, one that cannot be used from threads, or one that the launcher does not fit.
+    """
+    global _current
+    if _current is not None:
+        if settings and Config.make(**settings) != _current.config:
+            raise MpipipeError("mpipipe has already been initialised with other settings: call init() first of all")
+        return _current
+    config = Config.make(**settings)
+    communicator, local = _join()
+    transport = None
+    if communicator is not None:
+        from mpipipe.transport.mpi import MPITransport
+
+        transport = MPITransport(communicator)
+    context = Context(config, transport, local)
+    logs.set_up(context.rank, context.size)
+    if context.alone:
+        logs.logger.info("one rank only: training as plain Keras does (start with `mpirun -np N` for more)")
+    elif not context.is_server and config.quiet:
+        logging.getLogger("tensorflow").setLevel(logging.ERROR)
+    _install_hooks(context)
+    _current = context
+    return context
+
+
+def finalize() -> None:
+    """Leave the run; implied by the end of the script. Collective: waits until every rank has come here."""
+    if _current is not None:
+        _current.finalize()
+
+
+def _join() -> tuple[MPI.Intracomm | None, tuple[int, int]]:
+    """A communicator of our own, or None where there is one rank; and (rank, size) on this host."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise EnvironmentProblem(
+            f"no MPI library was found ({reason}): install one with `pip install 'mpipipe[mpi]'`, or load your "
+            "cluster's MPI, or name its libmpi.so in MPI4PY_LIBMPI"
+        ) from None
+    world = MPI.COMM_WORLD
+    launched = launcher.rank_and_size()
+    if world.Get_size() == 1:
+        if launched is not None and launched[1] > 1 and "SLURM_PROCID" not in os.environ:
+            raise EnvironmentProblem(
+                f"the launcher started {launched[1]} processes, but the MPI library "
+                f"({MPI.Get_library_version().splitlines()[0]}) sees one: mpirun and libmpi.so belong to different "
+                "MPIs; use the mpirun of that library, or name the launcher's libmpi.so in MPI4PY_LIBMPI"
+            )
+        return None, (0, 1)
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise EnvironmentProblem(
+            "MPI was initialised for one thread only, and mpipipe calls it from a thread of its own: initialise it with "
+            "MPI_THREAD_MULTIPLE (mpi4py's default), or let mpipipe.init() do it"
+        )
+    local = world.Split_type(MPI.COMM_TYPE_SHARED)
+    places = local.Get_rank(), local.Get_size()
+    local.Free()
+    return world.Dup(), places
+
+
+def _install_hooks(context: Context) -> None:
+    """Make sure that a rank that ends, however it ends, does not leave the others waiting."""
+    atexit.register(context.finalize)
+    if context.alone:
+        return
+    exit_, hook = sys.exit, sys.excepthook
+
+    def remember_code(code: Any = None) -> None:
+        context.exit_code = code
+        exit_(code)
+
+    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if context._finalized:
+            hook(kind, error, trace)
+        else:
+            context.end_with(kind, error, trace)
+
+    def on_thread_exception(arguments: threading.ExceptHookArgs) -> None:
+        ours = arguments.thread is not None and arguments.thread.name.startswith("mpipipe-")
+        if ours and not context._finalized:
+            context.end_with(arguments.exc_type, arguments.exc_value, arguments.exc_traceback)
+        else:
+            threading.__excepthook__(arguments)
+
+    sys.exit = remember_code  # type: ignore[assignment]
+    sys.excepthook = on_exception
+    threading.excepthook = on_thread_exception
+
+
+def rank() -> int:
+    """This process's rank: 0 is the server, the others are clients."""
+    return init().rank
+
+
+def size() -> int:
+    """The number of ranks, the server included."""
+    return init().size
+
+
+def local_rank() -> int:
+    """This process's rank among those on the same host."""
+    return init().local_rank
+
+
+def local_size() -> int:
+    """The number of ranks on this host."""
+    return init().local_size
+
+
+def is_server() -> bool:
+    """Whether this rank serves: true on rank 0, also where it is alone (it then trains too)."""
+    return init().is_server
+
+
+def is_client() -> bool:
+    """Whether this rank trains: true on all ranks but the server, and on rank 0 where it is alone."""
+    context = init()
+    return context.alone or not context.is_server
+
+
+def num_clients() -> int:
+    """The number of ranks that train."""
+    return len(init().clients)
+
+
+def client_index() -> int:
+    """This client's number, from 0; the server, which has none, gets 0, the part that it would build a model from."""
+    context = init()
+    return max(context.rank - 1, 0)

@@ -1,0 +1,142 @@
+"""Every line that depends on a version of TensorFlow or Keras, or on their private parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from mpipipe.errors import EnvironmentProblem
+
+try:
+    import tensorflow as tf
+except ImportError as error:
+    raise EnvironmentProblem(
+        f"TensorFlow cannot be imported ({error}): install it with `pip install 'mpipipe[tensorflow-cpu]'` "
+        "(or mpipipe[tensorflow], for GPUs)"
+    ) from None
+import keras
+
+# The oldest and the newest that are tested.
+OLDEST_KERAS, NEWEST_KERAS = (3, 3), (3, 15)
+
+
+def check_environment() -> None:
+    """Refuse what cannot work, before it fails somewhere else.
+
+    Raises:
+        EnvironmentProblem: another Keras backend, a Keras that is too old, or an active ``tf.distribute`` strategy.
+    """
+    backend = keras.backend.backend()
+    if backend != "tensorflow":
+        raise EnvironmentProblem(f"Keras runs on the backend {backend!r}, mpipipe needs KERAS_BACKEND=tensorflow")
+    version = tuple(int(part) for part in keras.__version__.split(".")[:2])
+    if version < OLDEST_KERAS:
+        raise EnvironmentProblem(
+            f"Keras {keras.__version__} is too old: mpipipe needs {'.'.join(map(str, OLDEST_KERAS))} or newer "
+            "(TensorFlow 2.16 or newer)"
+        )
+    if tf.distribute.has_strategy():
+        strategy = type(tf.distribute.get_strategy()).__name__
+        raise EnvironmentProblem(
+            f"a tf.distribute strategy ({strategy}) is active: mpipipe distributes by itself, so leave its scope"
+        )
+
+
+def updates_by_variable(optimizer: Any) -> bool:
+    """Whether an optimizer's step is Keras's own, variable by variable, so that it can be taken bucket by bucket.
+
+    Nadam, for one, has a factor that advances once a call; such an optimizer gets all gradients of a step at once.
+    """
+    stock = keras.optimizers.Optimizer
+    names = ("apply", "_backend_apply_gradients", "_backend_update_step", "_clip_gradients", "_clip_by_norm")
+    return all(getattr(type(optimizer), name) is getattr(stock, name) for name in names)
+
+
+def is_built(model: Any) -> bool:
+    """Whether all of a model's variables exist."""
+    return all(layer.built for layer in model._flatten_layers())
+
+
+def build_from_data(model: Any, arguments: dict[str, Any]) -> None:
+    """Build a model from the shapes of what was given to ``fit``, without running it on any of the data.
+
+    Raises:
+        ValueError: the model cannot be built from shapes alone.
+    """
+    from keras.src.trainers.data_adapters import data_adapter_utils
+    from keras.src.trainers.epoch_iterator import EpochIterator
+
+    names = ("x", "y", "sample_weight", "batch_size", "steps_per_epoch", "class_weight")
+    data = EpochIterator(shuffle=False, **{name: arguments.get(name) for name in names})
+    spec = data.data_adapter.get_tf_dataset().element_spec
+    inputs, _, _ = data_adapter_utils.unpack_x_y_sample_weight(spec)
+    symbolic = tf.nest.map_structure(lambda s: keras.KerasTensor(tuple(s.shape), dtype=s.dtype.name), inputs)
+    try:
+        model(symbolic)
+    except Exception as error:
+        raise ValueError(
+            f"the server could not build the model from the shapes of its data ({error}): build it on all ranks "
+            "before fit, by calling it on a batch"
+        ) from error
+
+
+def state_of(model: Any) -> list[Any]:
+    """A model's weights other than the trainable ones, without the state of random generators and metrics."""
+    return list(model.non_trainable_weights)
+
+
+def native(variable: Any) -> Any:
+    """The ``tf.Variable`` in a Keras variable."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def path_of(variable: Any) -> str:
+    """Where a variable stands in its model; its name, for a plain ``tf.Variable``."""
+    return str(getattr(variable, "path", variable.name))
+
+
+def dtype_name(variable: Any) -> str:
+    """The name of a variable's dtype."""
+    return str(keras.backend.standardize_dtype(variable.dtype))
+
+
+def variable_key(variable: Any) -> Any:
+    """What is the same for two references to one variable."""
+    return native(variable)._unique_id
+
+
+def sample_count(batch: Any) -> Any:
+    """The number of samples of a batch as ``train_step`` gets it, as an int64 tensor."""
+    first = next(part for part in tf.nest.flatten(batch) if part is not None)
+    return tf.cast(tf.shape(first)[0], tf.int64)
+
+
+def plain_logs(logs: Any) -> dict[str, float]:
+    """The numbers of a dictionary of logs, as Python floats; what is not one number is left out."""
+    numbers: dict[str, float] = {}
+    for name, value in (logs or {}).items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError):
+            continue
+    return numbers
+
+
+def callback_list(model: Any, callbacks: Any, **arguments: Any) -> Any:
+    """Keras's list of callbacks, with its own added as ``fit`` does."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks
+    return keras.callbacks.CallbackList(callbacks, add_history=True, model=model, **arguments)
+
+
+def unpack(data: Any) -> tuple[Any, Any, Any]:
+    """The inputs, targets and sample weights in what ``fit`` takes as ``validation_data``."""
+    from keras.src.trainers.data_adapters import data_adapter_utils
+
+    x, y, sample_weight = data_adapter_utils.unpack_x_y_sample_weight(data)
+    return x, y, sample_weight
+
+
+def names(variables: Iterable[Any]) -> str:
+    """Paths of variables, for a message."""
+    return ", ".join(path_of(variable) for variable in variables)

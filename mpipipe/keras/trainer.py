@@ -1,0 +1,369 @@
+"""``fit`` on the server and on a client.
+
+Keras never shows an optimizer the model that it trains, and the server's ``fit`` must not run the model at all. So a
+handful of methods of ``keras.Model`` are replaced, once. Models that are compiled with another optimizer, and runs of
+one rank, go through to Keras untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+import weakref
+import zlib
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mpipipe import context as running
+from mpipipe.keras import compat
+from mpipipe.logs import logger
+
+# Seconds between a client's reports of its metrics, for the server's progress bar.
+_REPORT_EVERY = 0.5
+
+_installed = False
+
+
+def install() -> None:
+    """Replace the methods of ``keras.Model`` that have to know of distributed training."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    for name, replacement in (
+        ("compile", _compile),
+        ("fit", _fit),
+        ("evaluate", _without_progress),
+        ("predict", _without_progress),
+        ("make_train_function", _make_train_function),
+        ("train_on_batch", _train_on_batch),
+    ):
+        setattr(keras.Model, name, _wrap(getattr(keras.Model, name), replacement))
+
+
+def _wrap(original: Any, replacement: Any) -> Any:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(original, self, *args, **kwargs)
+
+    return method
+
+
+def _distributed(optimizer: Any) -> bool:
+    from mpipipe.keras.optimizer import DistributedOptimizer
+
+    return isinstance(optimizer, DistributedOptimizer) and not optimizer._context.alone
+
+
+def _compile(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    if not _distributed(arguments.get("optimizer")):
+        original(model, *args, **kwargs)
+        return
+    compat.check_environment()
+    jit_compile = arguments.setdefault("jit_compile", "auto")
+    if jit_compile == "auto":
+        arguments["jit_compile"] = False
+    elif jit_compile:
+        raise ValueError(
+            "jit_compile=True: XLA compiles a step into one piece, out of which no layer's gradient can be sent before "
+            "the end; leave jit_compile out with a DistributedOptimizer"
+        )
+    optimizer = arguments["optimizer"]
+    if arguments.get("auto_scale_loss", True) and model.dtype_policy.name == "mixed_float16":
+        raise ValueError(
+            "the dtype policy mixed_float16 makes Keras scale the loss by a factor that would have to change on all "
+            "ranks at once, which is not supported: use mixed_bfloat16, or compile(..., auto_scale_loss=False)"
+        )
+    arguments.pop("self")
+    original(model, **arguments)
+    optimizer._model = lambda: None
+
+
+def _without_progress(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """``evaluate`` and ``predict``: a client draws no progress bar."""
+    if _distributed(model.optimizer) and _is_silent_client():
+        bound = inspect.signature(original).bind(model, *args, **kwargs)
+        bound.arguments["verbose"] = 0
+        return original(*bound.args, **bound.kwargs)
+    return original(model, *args, **kwargs)
+
+
+def _is_silent_client() -> bool:
+    context = running.init()
+    return not context.is_server and not context.config.client_progress
+
+
+def _make_train_function(original: Any, model: Any, force: bool = False) -> Any:
+    """On the server: one step served instead of one trained."""
+    if not _distributed(model.optimizer) or not running.init().is_server:
+        return original(model, force=force)
+    if model.train_function is None or force:
+        model.train_function = functools.partial(_serve_batch, model)
+    return model.train_function
+
+
+def _serve_batch(model: Any, _: Any) -> dict[str, Any]:
+    """The server's part of ``train_on_batch``; the mean of the clients' metrics."""
+    optimizer = model.optimizer
+    if optimizer.wait_step():
+        optimizer.serve_step()
+        for client, said in optimizer.session.collect("batch").items():
+            optimizer.session.latest[client] = (said["logs"], said["samples"])
+    return {**model.get_metrics_result(), **optimizer.session.mean_logs()}
+
+
+def _train_on_batch(original: Any, model: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    if not _distributed(model.optimizer):
+        return original(model, x, *args, **kwargs)
+    context = running.init()
+    if not compat.is_built(model):
+        model(tf.nest.map_structure(lambda a: keras.KerasTensor((None, *a.shape[1:]), dtype=str(a.dtype)), x))
+    model.optimizer.build(model.trainable_variables)
+    if context.is_server:
+        return original(model, x, *args, **kwargs)
+    as_dict = kwargs.pop("return_dict", False)
+    logs = original(model, x, *args, return_dict=True, **kwargs)
+    model.optimizer.session.say("batch", logs=compat.plain_logs(logs), samples=int(compat.sample_count(x)))
+    return logs if as_dict else model._flatten_metrics_in_order(logs)
+
+
+def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    if not _distributed(model.optimizer):
+        return original(model, *args, **kwargs)
+    compat.check_environment()
+    bound = inspect.signature(original).bind(model, *args, **kwargs)
+    bound.apply_defaults()
+    context = running.init()
+    context.busy = "fit"
+    model.optimizer._model = weakref.ref(model)
+    if context.is_server:
+        history = _ServerFit(model, bound.arguments).run()
+    else:
+        history = _fit_on_client(original, model, bound)
+    # Not where an exception came through: a script that goes on without the others is still in the middle of it.
+    context.busy = ""
+    return history
+
+
+def exchange_state(optimizer: Any, model: Any) -> None:
+    """What the server has and clients may not: the weights that have changed outside the steps. Collective."""
+    if optimizer._context.is_server:
+        optimizer.session.collect("state")
+        optimizer._fingerprints = _push_changed(optimizer, model, "state", {})
+    else:
+        _take_changed(optimizer, model, optimizer.session.round("state"))
+
+
+def _push_changed(optimizer: Any, model: Any, kind: str, known: dict[int, int], **content: Any) -> dict[int, int]:
+    """On the server: answer a round with the weights whose fingerprints are not known; returns all fingerprints."""
+    weights = model.weights
+    now = {i: zlib.crc32(weight.numpy().tobytes()) for i, weight in enumerate(weights)}
+    changed = [i for i in now if now[i] != known.get(i)]
+    iterations = int(optimizer.inner._iterations)
+    optimizer.session.answer(kind, changed=changed, iterations=iterations, **content)
+    optimizer.session.broadcast([weights[i].numpy() for i in changed])
+    return now
+
+
+def _take_changed(optimizer: Any, model: Any, answer: dict[str, Any]) -> None:
+    """On a client: take over what :func:`_push_changed` sends."""
+    weights = [model.weights[i] for i in answer["changed"]]
+    optimizer._take_over(answer, weights, [weight.numpy() for weight in weights])
+
+
+class _ServerFit:
+    """``fit`` on the server: no data, no model, but the epochs, callbacks and validation of Keras's own."""
+
+    def __init__(self, model: Any, arguments: dict[str, Any]) -> None:
+        self.model = model
+        self.optimizer = model.optimizer
+        self.arguments = arguments
+        validation = arguments["validation_data"]
+        self.validation = None if validation is None else compat.unpack(validation)
+
+    def run(self) -> Any:
+        """Serve all epochs; returns Keras's ``History``."""
+        model, optimizer, arguments = self.model, self.optimizer, self.arguments
+        session = optimizer.session
+        session.collect("fit")
+        session.answer("fit", validates=self.validation is not None)
+        if not compat.is_built(model):
+            compat.build_from_data(model, arguments)
+        steps = [said["steps"] for said in session.collect("steps").values()]
+        callbacks = compat.callback_list(
+            model,
+            arguments["callbacks"],
+            add_progbar=arguments["verbose"] != 0,
+            verbose=arguments["verbose"],
+            epochs=arguments["epochs"],
+            steps=None if None in steps else max(steps),
+        )
+        model.stop_training = False
+        callbacks.on_train_begin()
+        optimizer.build(model.trainable_variables)
+        if optimizer._bridge is not None:
+            exchange_state(optimizer, model)
+        logs = None
+        for epoch in range(arguments["initial_epoch"], arguments["epochs"]):
+            logs, more = self._epoch(epoch, callbacks)
+            if not more:
+                break
+        optimizer.finalize_variable_values(model.trainable_weights)
+        callbacks.on_train_end(logs)
+        session.collect("end")
+        _push_changed(optimizer, model, "end", {})
+        return model.history
+
+    def _epoch(self, epoch: int, callbacks: Any) -> tuple[dict[str, Any], bool]:
+        """Serve one epoch; returns its logs and whether all ranks want another one."""
+        model, optimizer = self.model, self.optimizer
+        session = optimizer.session
+        model.reset_metrics()
+        callbacks.on_epoch_begin(epoch)
+        step = 0
+        while optimizer.wait_step():
+            callbacks.on_train_batch_begin(step)
+            optimizer.serve_step()
+            callbacks.on_train_batch_end(step, session.mean_logs())
+            step += 1
+        logs = optimizer.collect_phase(compat.state_of(model))
+        known = {i: zlib.crc32(weight.numpy().tobytes()) for i, weight in enumerate(model.weights)}
+        logs.update(self._validate(epoch, callbacks))
+        session.collect("logs")
+        session.answer("logs", logs=logs)
+        callbacks.on_epoch_end(epoch, logs)
+        wanted = {client: said["more"] for client, said in session.collect("vote").items()}
+        wanted[0] = epoch + 1 < self.arguments["epochs"] and not model.stop_training
+        more = all(wanted.values())
+        if not more and any(wanted.values()):
+            done = sorted(rank for rank, wants in wanted.items() if not wants)
+            logger.info("all ranks stop after epoch %d, because rank(s) %s do", epoch + 1, ", ".join(map(str, done)))
+        _push_changed(optimizer, model, "vote", known, more=more)
+        return logs, more
+
+    def _validate(self, epoch: int, callbacks: Any) -> dict[str, Any]:
+        often = self.arguments["validation_freq"]
+        due = (epoch + 1) % often == 0 if isinstance(often, int) else epoch + 1 in often
+        if self.validation is None or not due:
+            return {}
+        x, y, sample_weight = self.validation
+        logs = self.model.evaluate(
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            batch_size=self.arguments["validation_batch_size"] or self.arguments["batch_size"],
+            steps=self.arguments["validation_steps"],
+            callbacks=callbacks,
+            return_dict=True,
+        )
+        return {f"val_{name}": value for name, value in compat.plain_logs(logs).items()}
+
+
+def _fit_on_client(original: Any, model: Any, bound: inspect.BoundArguments) -> Any:
+    """Keras's own ``fit``, with a callback before and one after the user's."""
+    arguments = bound.arguments
+    optimizer = model.optimizer
+    if _is_silent_client():
+        arguments["verbose"] = 0
+    if optimizer.session.round("fit")["validates"]:
+        arguments["validation_data"] = None
+    counter = _SampleCounter.of(model)
+    first, last = _First(optimizer, counter), _Last(optimizer, arguments["epochs"])
+    callbacks = arguments["callbacks"]
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks.callbacks.insert(0, first)
+        callbacks.append(last)
+    else:
+        users = [] if callbacks is None else tf.nest.flatten(callbacks)
+        arguments["callbacks"] = [first, *users, last]
+    return original(*bound.args, **bound.kwargs)
+
+
+class _SampleCounter:
+    """Counts the samples that a model's ``train_step`` gets. It stays with the model, whose graph counts with it."""
+
+    def __init__(self) -> None:
+        self._count = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    @classmethod
+    def of(cls, model: Any) -> _SampleCounter:
+        """The counter of a model; its ``train_step`` is wrapped the first time."""
+        step = model.train_step
+        if isinstance(counter := getattr(step, "counter", None), cls):
+            return counter
+        counter = cls()
+
+        @functools.wraps(step)
+        def train_step(data: Any) -> Any:
+            counter._count.assign_add(compat.sample_count(data))
+            return step(data)
+
+        train_step.counter = counter  # type: ignore[attr-defined]
+        object.__setattr__(model, "train_step", train_step)
+        model.train_function = None  # it would not count
+        return counter
+
+    @property
+    def value(self) -> int:
+        """Samples since the last reset."""
+        return int(self._count)
+
+    def reset(self) -> None:
+        """Start from 0."""
+        self._count.assign(0)
+
+
+class _First(keras.callbacks.Callback):  # type: ignore[misc]
+    """Before the user's callbacks: the model as the server has it, and the metrics of all clients."""
+
+    def __init__(self, optimizer: Any, counter: _SampleCounter) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+        self._counter = counter
+        self._reported = 0.0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        optimizer = self._optimizer
+        optimizer.session.say("steps", steps=self.params.get("steps"))
+        if compat.is_built(self.model):
+            optimizer.build(self.model.trainable_variables)
+        if optimizer._bridge is not None:
+            exchange_state(optimizer, self.model)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._counter.reset()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        now = time.monotonic()
+        if now - self._reported >= _REPORT_EVERY:
+            self._reported = now
+            self._optimizer.session.running(compat.plain_logs(logs), self._counter.value)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs = {} if logs is None else logs
+        state = compat.state_of(self.model)
+        self._optimizer.end_phase(state, logs=compat.plain_logs(logs), samples=self._counter.value)
+        logs.update(self._optimizer.session.round("logs")["logs"])
+
+
+class _Last(keras.callbacks.Callback):  # type: ignore[misc]
+    """After the user's callbacks: whether to go on, and what callbacks on the server have changed."""
+
+    def __init__(self, optimizer: Any, epochs: int) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+        self._epochs = epochs
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        more = epoch + 1 < self._epochs and not self.model.stop_training
+        answer = self._optimizer.session.round("vote", more=more)
+        _take_changed(self._optimizer, self.model, answer)
+        if not answer["more"]:
+            self.model.stop_training = True
+
+    def on_train_end(self, logs: Any = None) -> None:
+        _take_changed(self._optimizer, self.model, self._optimizer.session.round("end"))

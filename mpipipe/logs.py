@@ -1,0 +1,42 @@
+"""What mpipipe says, each line with the prefix of the rank that says it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+import warnings
+from types import TracebackType
+
+logger = logging.getLogger("mpipipe")
+
+
+def set_up(rank: int, size: int) -> None:
+    """Prefix mpipipe's log and Python's warnings with this rank, where there are several."""
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter(f"[mpipipe {rank}] %(message)s" if size > 1 else "[mpipipe] %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    if size > 1:
+        plain = warnings.formatwarning
+
+        def prefixed(*arguments: object, **keywords: object) -> str:
+            return prefix_lines(rank, plain(*arguments, **keywords))  # type: ignore[arg-type]
+
+        warnings.formatwarning = prefixed
+
+
+def prefix_lines(rank: int, text: str) -> str:
+    """The text with ``[mpipipe rank]`` before each line."""
+    return "".join(f"[mpipipe {rank}] {line}\n" for line in text.splitlines())
+
+
+def print_exception(
+    rank: int, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, *, brief: bool
+) -> None:
+    """Print an exception, in one write so that lines of several ranks do not mix; without its traceback if brief."""
+    text = str(error) if brief else "".join(traceback.format_exception(kind, error, trace))
+    sys.stderr.write(prefix_lines(rank, text))
+    sys.stderr.flush()

@@ -1,0 +1,377 @@
+"""A session: what the ranks agree on about one optimizer, and the rounds in which they meet outside the steps.
+
+All clients go through the same sequence: *agree* (the same variables? then the server's values everywhere), *open* (which
+variables get a gradient? then the plan and the engines), and from then on steps, with a round where a phase ends. In a
+round every client says something, the server answers all. A rank that comes to another round than the rest is an error
+that names it, not a hang. Plain numpy arrays go in and come out; nothing here knows TensorFlow.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpipipe._version import __version__
+from mpipipe.engine import ClientEngine, Deliver, ServerEngine
+from mpipipe.errors import DisagreementError
+from mpipipe.protocol import messages as m
+from mpipipe.protocol import plan as planning
+from mpipipe.protocol.plan import Plan, VariableSpec
+from mpipipe.transport.base import Buffer, Channel
+from mpipipe.wire import plain, reduce
+
+if TYPE_CHECKING:
+    from mpipipe.context import Context
+
+Arrays = Sequence[NDArray[Any]]
+Message = dict[str, Any]
+
+SERVER = 0
+
+# What a client does in each round, for the message that says that two ranks are at different places.
+_PLACES = {
+    "agree": "building its optimizer",
+    "open": "computing its first gradients",
+    "fit": "starting fit",
+    "phase": "at the end of an epoch, or in optimizer.finish()",
+    "steps": "beginning to train in fit",
+    "state": "exchanging the model's state",
+    "logs": "waiting for the metrics of an epoch",
+    "batch": "in train_on_batch",
+    "vote": "after the callbacks of an epoch",
+    "end": "ending fit",
+}
+
+
+class Inbox:
+    """Messages by sender, in order, for a thread that waits for the next one of a sender."""
+
+    def __init__(self) -> None:
+        self._messages: dict[int, deque[Message]] = defaultdict(deque)
+        self._changed = threading.Condition()
+
+    def put(self, source: int, message: Message) -> None:
+        """Add a message."""
+        with self._changed:
+            self._messages[source].append(message)
+            self._changed.notify_all()
+
+    def take(self, source: int) -> Message:
+        """Wait for the next message of a sender."""
+        with self._changed:
+            while not self._messages[source]:
+                self._changed.wait(timeout=1.0)  # in slices, so that an interrupt gets through
+            return self._messages[source].popleft()
+
+    def peek(self) -> tuple[int, Message] | None:
+        """Some message that waits, with its sender."""
+        with self._changed:
+            return next(((source, queue[0]) for source, queue in self._messages.items() if queue), None)
+
+
+class _Session:
+    """What both sides share: the arrays that everybody gets from the server, outside the steps."""
+
+    _arrays: Channel  # one lane, for what is broadcast in the same order on all ranks
+
+    def __init__(self, context: Context, number: int) -> None:
+        self.number = number
+        self.inbox = Inbox()
+        self.plan: Plan | None = None
+        self._context = context
+
+    def broadcast(self, arrays: Arrays) -> list[NDArray[Any]]:
+        """The server's arrays on every rank; clients give arrays of the same shapes and dtypes."""
+        buffers = [plain.encode(array).copy() for array in arrays]
+        left = threading.Semaphore(0)
+        sent = [buffer for buffer in buffers if buffer.size]
+        for buffer in sent:
+            self._arrays.ibcast(0, SERVER, buffer, left.release)
+        for _ in sent:
+            _wait(left)
+        return [
+            plain.decode(buffer, array.dtype.name).reshape(array.shape)
+            for buffer, array in zip(buffers, arrays, strict=True)
+        ]
+
+    def _say(self, dest: int, kind: str, content: Message) -> None:
+        self._context.transport.send_control(dest, {"session": self.number, "kind": kind, **content})
+
+
+class ClientSession(_Session):
+    """A client's side."""
+
+    engine: ClientEngine | None = None
+
+    def receive(self, source: int, message: Message) -> None:
+        """Take a control message, on the transport's thread."""
+        if message["kind"] == "follow":
+            assert self.engine is not None
+            self.engine.feed(m.StepToFollow(message["step"]))
+        else:
+            self.inbox.put(source, message)
+
+    def round(self, kind: str, **content: Any) -> Message:
+        """Say something to the server and wait for its answer to all clients.
+
+        Raises:
+            DisagreementError: the server found that the ranks do not do the same.
+        """
+        self._say(SERVER, kind, content)
+        return self._answer()
+
+    def _answer(self) -> Message:
+        answer = self.inbox.take(SERVER)
+        if "error" in answer:
+            raise DisagreementError(answer["error"])
+        return answer
+
+    def agree(self, variables: Sequence[VariableSpec]) -> None:
+        """Compare variables with the server's.
+
+        Raises:
+            DisagreementError: another rank has built a different model.
+        """
+        self.round("agree", variables=planning.to_json(variables), version=__version__)
+        self._arrays = self._context.transport.open_channel(1)
+
+    def open(self, has_gradient: Sequence[bool], unsynchronised: bool, deliver: Deliver) -> bool:
+        """Agree on the variables that get a gradient and start the engine.
+
+        Args:
+            has_gradient: by variable.
+            unsynchronised: whether these first gradients come from weights other than the server's.
+            deliver: see :class:`ClientEngine`.
+
+        Returns:
+            Whether all ranks throw the first gradients away, because some come from other weights.
+        """
+        answer = self.round("open", has_gradient=list(has_gradient), unsynchronised=unsynchronised)
+        self.plan = planning.make_plan(planning.from_json(answer["variables"]), has_gradient, **answer["sizes"])
+        channel = self._context.transport.open_channel(len(self.plan.buckets))
+        credit = self._context.config.credit_bytes
+        self.engine = ClientEngine(self.plan, channel, self._context.recorder, credit, deliver, SERVER)
+        return bool(answer["skip_first"])
+
+    def end_phase(self, state: Arrays, **content: Any) -> tuple[Message, dict[int, Buffer]]:
+        """Meet the others after this client's last step.
+
+        Args:
+            state: this client's part of :meth:`ServerSession.mean_arrays`.
+            **content: ``logs`` and ``samples``: this client's metrics, and the number of samples behind them.
+
+        Returns:
+            The server's answer, and the weights of buckets that have changed since, by the others' further steps.
+        """
+        steps = self.engine.settle() if self.engine else 0
+        self._say(SERVER, "phase", {"steps": steps, **content})
+        left = threading.Semaphore(0)
+        buffers = [plain.encode(array) for array in state]
+        for tag, buffer in enumerate(buffers):
+            self._arrays.isend(SERVER, tag, buffer, left.release)
+        for _ in buffers:
+            _wait(left)
+        answer = self._answer()
+        if self.engine is None:
+            return answer, {}
+        self.engine.settle(answer["steps"])
+        return answer, self.engine.take_followed()
+
+    def say(self, kind: str, **content: Any) -> None:
+        """Come to a round that the server does not answer."""
+        self._say(SERVER, kind, content)
+
+    def running(self, logs: Message, samples: int) -> None:
+        """Let the server know the metrics so far."""
+        self._say(SERVER, "running", {"logs": logs, "samples": samples})
+
+    def steps_done(self) -> int:
+        """Steps done in all."""
+        return self.engine.settle() if self.engine else 0
+
+
+class ServerSession(_Session):
+    """The server's side."""
+
+    engine: ServerEngine | None = None
+
+    def __init__(self, context: Context, number: int) -> None:
+        super().__init__(context, number)
+        self.clients = list(context.clients)
+        # Each client's latest metrics of this phase: (logs, samples).
+        self.latest: dict[int, tuple[Message, int]] = {}
+
+    def receive(self, source: int, message: Message) -> None:
+        """Take a control message, on the transport's thread."""
+        if message["kind"] == "running":
+            self.latest[source] = (message["logs"], message["samples"])
+            return
+        if message["kind"] == "phase":
+            self.latest[source] = (message["logs"], message["samples"])
+            if self.engine is not None:
+                self.engine.feed(m.ClientLeft(source, message["steps"]))
+        self.inbox.put(source, message)
+
+    def collect(self, kind: str) -> dict[int, Message]:
+        """Wait until every client has come to a round; what each of them said.
+
+        Raises:
+            DisagreementError: a client is at another round.
+        """
+        said = {}
+        for client in self.clients:
+            message = self.inbox.take(client)
+            if message["kind"] != kind:
+                self.fail(
+                    f"rank {client} is {_PLACES[message['kind']]} while the server (rank 0) is {_PLACES[kind]}: "
+                    "every rank must make the same calls in the same order"
+                )
+            said[client] = message
+        return said
+
+    def answer(self, kind: str, **content: Any) -> None:
+        """Answer a round to all clients."""
+        for client in self.clients:
+            self._say(client, kind, content)
+
+    def fail(self, message: str) -> None:
+        """End the run on every rank with one message.
+
+        Raises:
+            DisagreementError: always.
+        """
+        self.answer("error", error=message)
+        raise DisagreementError(message)
+
+    def agree(self, variables: Sequence[VariableSpec]) -> None:
+        """Compare variables with the clients'.
+
+        Raises:
+            DisagreementError: a client has built a different model; the message names the first layer that differs.
+        """
+        said = self.collect("agree")
+        self._fail_on(
+            {c: f"mpipipe {s['version']}" for c, s in said.items()}, f"mpipipe {__version__}", "the ranks run {} and {}"
+        )
+        theirs = {client: planning.from_json(message["variables"]) for client, message in said.items()}
+        unlike = {c: v for c, v in theirs.items() if planning.first_difference(variables, v)}
+        if unlike:
+            self.fail(_describe_difference(variables, unlike, self.clients))
+        self._variables = tuple(variables)
+        self.answer("agree")
+        self._arrays = self._context.transport.open_channel(1)
+
+    def open(self, hand_over: Deliver) -> bool:
+        """Take over from the clients which variables get a gradient and start the engine.
+
+        Args:
+            hand_over: see :class:`ServerEngine`.
+
+        Returns:
+            Whether all ranks throw the first gradients away, because some come from other weights.
+        """
+        said = self.collect("open")
+        first = said[self.clients[0]]["has_gradient"]
+        for client, message in said.items():
+            for variable, ours, theirs in zip(self._variables, first, message["has_gradient"], strict=True):
+                if ours != theirs:
+                    having, lacking = (self.clients[0], client) if ours else (client, self.clients[0])
+                    self.fail(f"{variable.path} gets a gradient on rank {having} but none on rank {lacking}")
+        config = self._context.config
+        sizes = {name: getattr(config, name) for name in ("piece_bytes", "fuse_bytes", "max_buckets")}
+        skip_first = any(message["unsynchronised"] for message in said.values())
+        variables = planning.to_json(self._variables)
+        self.answer("open", variables=variables, sizes=sizes, skip_first=skip_first)
+        self.plan = planning.make_plan(self._variables, first, **sizes)
+        channel = self._context.transport.open_channel(len(self.plan.buckets))
+        self.engine = ServerEngine(
+            self.plan,
+            channel,
+            self._context.recorder,
+            config.credit_bytes,
+            self.clients,
+            hand_over,
+            lambda client, step: self._say(client, "follow", {"step": step}),
+            SERVER,
+        )
+        return skip_first
+
+    def collect_phase(self) -> dict[int, Message]:
+        """What the clients said when they ended the phase; call it once the engine says that all have."""
+        return self.collect("phase")
+
+    def answer_phase(self, said: dict[int, Message], **content: Any) -> None:
+        """Answer the end of a phase: whatever the clients do next, all of them may take part again."""
+        steps = max(message["steps"] for message in said.values())
+        if self.engine is not None:
+            self.engine.feed(m.PhaseOpened())
+        self.latest.clear()
+        self.answer("phase", steps=steps, **content)
+
+    def mean_arrays(self, like: Arrays) -> list[NDArray[Any]]:
+        """The mean over clients of the arrays that each of them sends; those that are not floats are the first client's.
+
+        Args:
+            like: arrays of the shapes and dtypes of those that come.
+        """
+        arrived = threading.Semaphore(0)
+        parts = {c: [np.empty(array.nbytes, dtype=np.uint8) for array in like] for c in self.clients}
+        for client, buffers in parts.items():
+            for tag, buffer in enumerate(buffers):
+                self._arrays.irecv(client, tag, buffer, arrived.release)
+        for _ in range(len(self.clients) * len(like)):
+            _wait(arrived)
+        return [self._mean([parts[c][i] for c in self.clients], array) for i, array in enumerate(like)]
+
+    @staticmethod
+    def _mean(parts: list[Buffer], like: NDArray[Any]) -> NDArray[Any]:
+        name = like.dtype.name
+        averaged = reduce.mean(parts, name) if "float" in name else parts[0]
+        return plain.decode(averaged, name).reshape(like.shape)
+
+    def mean_logs(self) -> Message:
+        """The clients' latest metrics, averaged by the number of samples behind each client's."""
+        total: dict[str, float] = defaultdict(float)
+        weights: dict[str, float] = defaultdict(float)
+        for _, (logs, samples) in sorted(self.latest.items()):
+            for name, value in logs.items():
+                total[name] += value * samples
+                weights[name] += samples
+        return {name: total[name] / weights[name] for name in total if weights[name]}
+
+    def _fail_on(self, theirs: dict[int, str], ours: str, text: str) -> None:
+        for client, their in theirs.items():
+            if their != ours:
+                self.fail(text.format(f"{ours} (rank 0)", f"{their} (rank {client})"))
+
+
+def _wait(semaphore: threading.Semaphore) -> None:
+    while not semaphore.acquire(timeout=1.0):  # in slices, so that an interrupt gets through
+        pass
+
+
+def _describe_difference(ours: Sequence[VariableSpec], unlike: dict[int, Sequence[VariableSpec]], clients: list[int]) -> str:
+    """Name the first layer that differs, its variable on each side, and the ranks on each side."""
+    first = next(iter(unlike))
+    theirs = unlike[first]
+    at = next(
+        (i for i, (a, b) in enumerate(zip(ours, theirs)) if (a.shape, a.dtype) != (b.shape, b.dtype)),  # noqa: B905
+        min(len(ours), len(theirs)),
+    )
+    our, their = (side[at] if at < len(side) else None for side in (ours, theirs))
+    layer = (our or their).layer  # type: ignore[union-attr]
+    same = [0, *(client for client in clients if client not in unlike)]
+    return (
+        f"the ranks have built different models. The first layer that differs is {layer!r} (variable {at}): "
+        f"{our or 'no such variable'} on {_ranks(same)}, {their or 'no such variable'} on {_ranks(list(unlike))}"
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+

@@ -1,0 +1,1 @@
+"""How a bucket looks on the wire."""
