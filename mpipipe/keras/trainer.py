@@ -85,7 +85,7 @@ def _compile(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
 
 def _without_progress(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """``evaluate`` and ``predict``: a client draws no progress bar."""
-    if _distributed(model.optimizer) and _is_silent_client():
+    if _distributed(getattr(model, "optimizer", None)) and _is_silent_client():
         bound = inspect.signature(original).bind(model, *args, **kwargs)
         bound.arguments["verbose"] = 0
         return original(*bound.args, **bound.kwargs)
@@ -99,7 +99,7 @@ def _is_silent_client() -> bool:
 
 def _make_train_function(original: Any, model: Any, force: bool = False) -> Any:
     """On the server: one step served instead of one trained."""
-    if not _distributed(model.optimizer) or not running.init().is_server:
+    if not _distributed(getattr(model, "optimizer", None)) or not running.init().is_server:
         return original(model, force=force)
     if model.train_function is None or force:
         model.train_function = functools.partial(_serve_batch, model)
@@ -117,7 +117,7 @@ def _serve_batch(model: Any, _: Any) -> dict[str, Any]:
 
 
 def _train_on_batch(original: Any, model: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    if not _distributed(model.optimizer):
+    if not _distributed(getattr(model, "optimizer", None)):
         return original(model, x, *args, **kwargs)
     context = running.init()
     if not compat.is_built(model):
@@ -132,7 +132,7 @@ def _train_on_batch(original: Any, model: Any, x: Any, *args: Any, **kwargs: Any
 
 
 def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    if not _distributed(model.optimizer):
+    if not _distributed(getattr(model, "optimizer", None)):
         return original(model, *args, **kwargs)
     compat.check_environment()
     bound = inspect.signature(original).bind(model, *args, **kwargs)
