@@ -1,0 +1,30 @@
+"""Run under mpirun: the cases of a module, one after the other, on all ranks; each is a function that asserts."""
+
+import faulthandler
+import importlib
+import os
+import sys
+import traceback
+
+faulthandler.enable()
+if limit := os.environ.get("MPIPIPE_TEST_LIMIT"):
+    faulthandler.dump_traceback_later(float(limit), exit=True)
+
+import mpipipe as mp  # noqa: E402
+
+sys.path.insert(0, os.path.dirname(__file__))
+module = importlib.import_module(f"cases.{sys.argv[1]}")
+only = sys.argv[2:]
+rank = mp.init(**getattr(module, "SETTINGS", {})).rank
+for name, function in list(vars(module).items()):
+    name = name.removeprefix("case_")
+    if not getattr(function, "__name__", "").startswith("case_") or (only and name not in only):
+        continue
+    sys.stdout.flush()
+    try:
+        function()
+    except BaseException:
+        print(f"FAILED {name} {rank}\n{traceback.format_exc()}", flush=True)
+        raise
+    print(f"PASSED {name} {rank}", flush=True)
+faulthandler.cancel_dump_traceback_later()

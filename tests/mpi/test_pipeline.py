@@ -1,0 +1,19 @@
+"""It is a pipeline, by causality and not by timing."""
+
+import pytest
+
+from tests.mpi.harness import MPIS, case_names, check_case, run_cases
+
+
+@pytest.mark.parametrize("case", case_names("pipeline"))
+@pytest.mark.parametrize("threads", ["2", "1"])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("mpi", MPIS)
+def test_weights_of_the_last_layer_arrive_before_the_first_layers_gradient_exists(mpi, ranks, threads, case):
+    job = run_cases(mpi, ranks, "pipeline", f"TEST_INTER_OP_THREADS={threads}")
+    check_case(job, case, ranks)
+
+
+def test_without_a_pipeline_the_same_model_never_moves():
+    job = run_cases("openmpi", 2, "stalled", limit=90)
+    check_case(job, "no_step_is_ever_done", 2)

@@ -1,0 +1,270 @@
+"""What travels together, in which pieces, under which tag."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import dense
+
+from mpipipe.protocol.plan import (
+    MAX_TAG,
+    Plan,
+    VariableSpec,
+    first_difference,
+    from_json,
+    item_bytes,
+    make_plan,
+    to_json,
+)
+
+MIB = 1 << 20
+
+
+def plan(variables, has_gradient=None, piece_bytes=4 * MIB, fuse_bytes=0, max_buckets=1000) -> Plan:
+    marks = [True] * len(variables) if has_gradient is None else has_gradient
+    return make_plan(variables, marks, piece_bytes=piece_bytes, fuse_bytes=fuse_bytes, max_buckets=max_buckets)
+
+
+def groups(made: Plan) -> list[tuple[int, ...]]:
+    return [bucket.variables for bucket in made.buckets]
+
+
+def assert_tags_are_valid(made: Plan) -> None:
+    assert [piece.index for piece in made.pieces] == list(range(len(made.pieces)))
+    assert len(made.pieces) <= MAX_TAG
+
+
+# ------------------------------------------------------------------------------------------------------------ grouping
+
+
+def test_the_variables_of_a_layer_share_a_bucket():
+    assert groups(plan(dense("a", 10, 10) + dense("b", 10, 10))) == [(0, 1), (2, 3)]
+
+
+def test_a_variable_without_a_layer_is_a_group_of_its_own():
+    assert groups(plan([VariableSpec("x", (3,), "float32"), VariableSpec("y", (3,), "float32")])) == [(0,), (1,)]
+
+
+def test_a_layer_within_a_layer_is_told_apart_from_its_neighbour():
+    variables = dense("block/a", 4, 4) + dense("block/b", 4, 4)
+    assert [bucket.variables for bucket in plan(variables).buckets] == [(0, 1), (2, 3)]
+
+
+def test_buckets_are_in_the_order_of_the_forward_pass_and_so_is_their_priority():
+    made = plan(dense("a", 4, 4) + dense("b", 4, 4) + dense("c", 4, 4))
+    assert [bucket.index for bucket in made.buckets] == [0, 1, 2]
+    assert [bucket.priority for bucket in made.buckets] == sorted(bucket.priority for bucket in made.buckets)
+
+
+def test_every_bucket_belongs_to_the_first_server_by_default():
+    assert {bucket.owner for bucket in plan(dense("a", 4, 4) + dense("b", 4, 4)).buckets} == {0}
+
+
+def test_a_change_of_dtype_within_a_layer_makes_two_buckets():
+    variables = [VariableSpec("a/kernel", (4,), "bfloat16"), VariableSpec("a/scale", (4,), "float32")]
+    made = plan(variables, fuse_bytes=1 << 30)
+    assert [(bucket.variables, bucket.dtype) for bucket in made.buckets] == [((0,), "bfloat16"), ((1,), "float32")]
+
+
+def test_tiny_neighbours_are_fused_up_to_the_size_given():
+    tiny = [VariableSpec(f"l{i}/w", (256,), "float32") for i in range(8)]  # 1 KiB each
+    assert groups(plan(tiny, fuse_bytes=4096)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert groups(plan(tiny, fuse_bytes=4095)) == [(0, 1, 2), (3, 4, 5), (6, 7)]
+
+
+def test_a_layer_at_or_above_the_fusing_size_stays_alone():
+    variables = [VariableSpec("a/w", (8,), "float32"), VariableSpec("b/w", (5000,), "float32")]
+    assert groups(plan(variables, fuse_bytes=4096)) == [(0,), (1,)]
+
+
+def test_nothing_is_fused_where_the_fusing_size_is_0():
+    assert len(plan([VariableSpec(f"l{i}/w", (1,), "float32") for i in range(20)]).buckets) == 20
+
+
+@pytest.mark.parametrize("layers,most", [(200, 64), (200, 1), (65, 64), (64, 64), (1000, 7)])
+def test_there_are_never_more_buckets_than_asked_for(layers, most):
+    made = plan([VariableSpec(f"l{i}/w", (100 + i,), "float32") for i in range(layers)], max_buckets=most)
+    assert 1 <= len(made.buckets) <= most
+    assert [v for bucket in made.buckets for v in bucket.variables] == list(range(layers))
+
+
+def test_changes_of_dtype_are_kept_even_where_that_makes_too_many_buckets():
+    variables = [VariableSpec(f"l{i}/w", (4,), ("float32", "bfloat16")[i % 2]) for i in range(10)]
+    assert len(plan(variables, max_buckets=3).buckets) == 10
+
+
+# ---------------------------------------------------------------------------------------------------- what is left out
+
+
+def test_variables_without_a_gradient_are_in_no_bucket():
+    made = plan(dense("a", 4, 4) + dense("frozen", 4, 4) + dense("c", 4, 4), [True, True, False, False, True, False])
+    assert groups(made) == [(0, 1), (4,)]
+    assert made.has_gradient == (True, True, False, False, True, False)
+    assert len(made.variables) == 6
+
+
+def test_a_model_without_any_gradient_has_no_bucket():
+    made = plan(dense("a", 4, 4), [False, False])
+    assert made.buckets == () and made.pieces == () and made.nbytes == 0
+
+
+def test_variables_of_size_0_are_in_no_bucket():
+    variables = [VariableSpec("a/kernel", (0, 7), "float32"), VariableSpec("a/bias", (7,), "float32")]
+    assert groups(plan(variables)) == [(1,)]
+
+
+def test_a_scalar_variable_has_one_element():
+    made = plan([VariableSpec("a/scale", (), "float32")])
+    assert (made.nbytes, made.buckets[0].pieces[0].nbytes) == (4, 4)
+
+
+def test_a_mark_is_needed_for_every_variable():
+    with pytest.raises(ValueError, match="2 variables but 1 marks"):
+        plan(dense("a", 4, 4), [True])
+
+
+def test_a_dtype_that_cannot_be_sent_is_an_error_that_names_it():
+    with pytest.raises(ValueError, match="dtype string cannot be synchronised"):
+        plan([VariableSpec("a/words", (3,), "string")])
+    with pytest.raises(ValueError, match="float8_e4m3fn"):
+        item_bytes("float8_e4m3fn")
+
+
+def test_a_dtype_that_cannot_be_sent_does_not_matter_without_a_gradient():
+    assert groups(plan([VariableSpec("a/words", (3,), "string"), *dense("b", 4, 4)], [False, True, True])) == [(1, 2)]
+
+
+# -------------------------------------------------------------------------------------------------------------- pieces
+
+
+def test_a_64_mib_layer_travels_in_sixteen_pieces_of_4_mib():
+    made = plan([VariableSpec("big/kernel", (4096, 4096), "float32")])
+    assert [piece.nbytes for piece in made.pieces] == [4 * MIB] * 16
+    assert [piece.offset for piece in made.pieces] == [i * 4 * MIB for i in range(16)]
+
+
+def test_pieces_of_a_bucket_are_about_equal():
+    sizes = [piece.nbytes for piece in plan([VariableSpec("a/w", (1025,), "float32")], piece_bytes=4096).pieces]
+    assert sum(sizes) == 4100 and max(sizes) - min(sizes) <= 8
+
+
+@pytest.mark.parametrize("piece_bytes", [1024, 1025, 1026, 1027, 4099])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex128"])
+def test_no_message_is_longer_than_asked_for(piece_bytes, dtype):
+    made = plan([VariableSpec("a/w", (piece_bytes,), dtype)], piece_bytes=piece_bytes)
+    assert max(piece.nbytes for piece in made.pieces) <= piece_bytes
+
+
+def test_200_layers_have_valid_tags():
+    made = plan([v for i in range(200) for v in dense(f"l{i}", 1000, 1000)], piece_bytes=64 << 10, max_buckets=64)
+    assert_tags_are_valid(made)
+
+
+def test_hundreds_of_tiny_variables_make_few_messages():
+    made = plan([v for i in range(400) for v in dense(f"l{i}", 3, 5)], fuse_bytes=16 << 10, max_buckets=64)
+    assert_tags_are_valid(made)
+    assert len(made.pieces) == len(made.buckets) <= 4
+
+
+@pytest.mark.parametrize("piece_bytes", [1024, 64 << 10, 4 * MIB])
+def test_a_model_of_100_gb_has_valid_tags_because_its_pieces_grow(piece_bytes):
+    variables = [v for i in range(250) for v in dense(f"l{i}", 10_000, 10_000)]  # 100 GB and 10 MB of biases
+    made = plan(variables, piece_bytes=piece_bytes, fuse_bytes=16 << 10, max_buckets=64)
+    assert made.nbytes == 250 * 4 * (10_000 * 10_000 + 10_000)
+    assert_tags_are_valid(made)
+    assert max(piece.nbytes for piece in made.pieces) <= max(piece_bytes, 2 * math.ceil(made.nbytes / MAX_TAG))
+
+
+# ---------------------------------------------------------------------------------------------------- for any model
+
+SPECS = st.builds(
+    lambda layer, name, shape, dtype: VariableSpec(f"l{layer}/{name}", tuple(shape), dtype),
+    st.integers(0, 5),
+    st.sampled_from(["kernel", "bias", "gamma"]),
+    st.lists(st.integers(0, 40), max_size=3),
+    st.sampled_from(["float32", "float16", "bfloat16", "float64", "complex128"]),
+)
+MODELS = st.lists(st.tuples(SPECS, st.booleans()), max_size=30)
+SIZES = {"piece_bytes": st.integers(1024, 9000), "fuse_bytes": st.integers(0, 20_000), "max_buckets": st.integers(1, 12)}
+
+
+@settings(max_examples=100, deadline=None)
+@given(model=MODELS, **SIZES)
+def test_each_variable_with_a_gradient_is_in_exactly_one_bucket(model, piece_bytes, fuse_bytes, max_buckets):
+    variables, marks = [v for v, _ in model], [m for _, m in model]
+    made = plan(variables, marks, piece_bytes, fuse_bytes, max_buckets)
+    carried = [v for bucket in made.buckets for v in bucket.variables]
+    assert carried == [i for i, (v, wanted) in enumerate(model) if wanted and v.nbytes]
+    for bucket in made.buckets:
+        assert bucket.nbytes == sum(variables[v].nbytes for v in bucket.variables) > 0
+        assert {variables[v].dtype for v in bucket.variables} == {bucket.dtype}
+
+
+@settings(max_examples=100, deadline=None)
+@given(model=MODELS, **SIZES)
+def test_the_pieces_of_a_bucket_cover_it_exactly_once_in_whole_elements(model, piece_bytes, fuse_bytes, max_buckets):
+    made = plan([v for v, _ in model], [m for _, m in model], piece_bytes, fuse_bytes, max_buckets)
+    assert_tags_are_valid(made)
+    for bucket in made.buckets:
+        end = 0
+        for piece in bucket.pieces:
+            assert piece.bucket == bucket.index and piece.offset == end and piece.nbytes > 0
+            assert piece.offset % item_bytes(bucket.dtype) == piece.nbytes % item_bytes(bucket.dtype) == 0
+            end += piece.nbytes
+        assert end == bucket.nbytes
+
+
+@settings(max_examples=50, deadline=None)
+@given(model=MODELS, **SIZES)
+def test_a_rank_that_is_told_the_variables_makes_the_same_plan(model, piece_bytes, fuse_bytes, max_buckets):
+    variables, marks = [v for v, _ in model], [m for _, m in model]
+    told = from_json(to_json(variables))
+    assert told == tuple(variables)
+    ours = plan(variables, marks, piece_bytes, fuse_bytes, max_buckets)
+    theirs = plan(told, marks, piece_bytes, fuse_bytes, max_buckets)
+    assert ours == theirs and ours.digest == theirs.digest
+
+
+def test_plans_that_differ_in_anything_on_the_wire_have_different_digests():
+    variables = dense("a", 40, 40) + dense("b", 40, 40)
+    made = [
+        plan(variables),
+        plan(variables, [True, True, True, False]),
+        plan(variables, piece_bytes=1024),
+        plan(variables, fuse_bytes=1 << 20),
+        plan([replace(v, dtype="float64") for v in variables]),
+        plan(dense("a", 40, 40) + dense("b", 40, 20)),
+    ]
+    assert len({p.digest for p in made}) == len(made)
+
+
+# ----------------------------------------------------------------------------------------------------- two models
+
+
+def test_equal_models_have_no_difference():
+    assert first_difference(dense("a", 3, 4), dense("a", 3, 4)) is None
+
+
+def test_layers_that_are_only_numbered_differently_make_no_difference():
+    assert first_difference(dense("dense_1", 3, 4), dense("dense_7", 3, 4)) is None
+
+
+def test_the_first_difference_is_told_with_both_shapes():
+    text = first_difference(dense("a", 3, 4) + dense("b", 4, 5), dense("a", 3, 4) + dense("b", 4, 6))
+    assert "variable 2" in text and "b/kernel (4, 5) float32" in text and "b/kernel (4, 6) float32" in text
+
+
+def test_a_different_dtype_is_a_difference():
+    assert "bfloat16" in first_difference(dense("a", 3, 4), dense("a", 3, 4, "bfloat16"))
+
+
+@pytest.mark.parametrize("longer", [0, 1])
+def test_a_missing_layer_is_a_difference(longer):
+    sides = [dense("a", 3, 4), dense("a", 3, 4)]
+    sides[longer] += dense("b", 4, 5)
+    text = first_difference(*sides)
+    assert "variable 2" in text and "nothing" in text and "b/kernel (4, 5)" in text
