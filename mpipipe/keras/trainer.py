@@ -41,7 +41,9 @@ def install() -> None:
         ("make_train_function", _make_train_function),
         ("train_on_batch", _train_on_batch),
     ):
-        setattr(keras.Model, name, _wrap(getattr(keras.Model, name), replacement))
+        # Where the method is defined: Keras takes a model whose class has another compile for one of the user's own.
+        owner = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
+        setattr(owner, name, _wrap(vars(owner)[name], replacement))
 
 
 def _wrap(original: Any, replacement: Any) -> Any:
