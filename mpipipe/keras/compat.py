@@ -70,12 +70,28 @@ def build_from_data(model: Any, arguments: dict[str, Any]) -> None:
     data = EpochIterator(shuffle=False, **{name: arguments.get(name) for name in names})
     spec = data.data_adapter.get_tf_dataset().element_spec
     inputs, _, _ = data_adapter_utils.unpack_x_y_sample_weight(spec)
-    symbolic = tf.nest.map_structure(lambda s: keras.KerasTensor(tuple(s.shape), dtype=s.dtype.name), inputs)
+    _build(model, tf.nest.map_structure(lambda s: keras.KerasTensor(tuple(s.shape), dtype=s.dtype.name), inputs))
+
+
+def build_from_batch(model: Any, x: Any) -> None:
+    """Build a model from the shape of a batch.
+
+    Raises:
+        ValueError: the model cannot be built from shapes alone.
+    """
+    _build(model, tf.nest.map_structure(lambda a: keras.KerasTensor((None, *a.shape[1:]), dtype=_dtype(a)), x))
+
+
+def _dtype(array: Any) -> str:
+    return str(keras.backend.standardize_dtype(array.dtype))
+
+
+def _build(model: Any, symbolic: Any) -> None:
     try:
         model(symbolic)
     except Exception as error:
         raise ValueError(
-            f"the server could not build the model from the shapes of its data ({error}): build it on all ranks "
+            f"the model could not be built from the shapes of its data ({error}): build it on all ranks "
             "before fit, by calling it on a batch"
         ) from error
 
@@ -97,7 +113,7 @@ def path_of(variable: Any) -> str:
 
 def dtype_name(variable: Any) -> str:
     """The name of a variable's dtype."""
-    return str(keras.backend.standardize_dtype(variable.dtype))
+    return _dtype(variable)
 
 
 def variable_key(variable: Any) -> Any:
@@ -120,6 +136,12 @@ def plain_logs(logs: Any) -> dict[str, float]:
         except (TypeError, ValueError):
             continue
     return numbers
+
+
+def metric_order(model: Any, logs: dict[str, Any]) -> list[str]:
+    """The names in logs in the order in which Keras returns them where it returns no dictionary."""
+    names = model._flatten_metrics_in_order({name: name for name in logs})
+    return names if isinstance(names, list) else [names]
 
 
 def callback_list(model: Any, callbacks: Any, **arguments: Any) -> Any:

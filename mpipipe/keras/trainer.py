@@ -38,7 +38,6 @@ def install() -> None:
         ("fit", _fit),
         ("evaluate", _without_progress),
         ("predict", _without_progress),
-        ("make_train_function", _make_train_function),
         ("train_on_batch", _train_on_batch),
     ):
         # Where the method is defined: Keras takes a model whose class has another compile for one of the user's own.
@@ -99,38 +98,33 @@ def _is_silent_client() -> bool:
     return not context.is_server and not context.config.client_progress
 
 
-def _make_train_function(original: Any, model: Any, force: bool = False) -> Any:
-    """On the server: one step served instead of one trained."""
-    if not _distributed(getattr(model, "optimizer", None)) or not running.init().is_server:
-        return original(model, force=force)
-    if model.train_function is None or force:
-        model.train_function = functools.partial(_serve_batch, model)
-    return model.train_function
-
-
-def _serve_batch(model: Any, _: Any) -> dict[str, Any]:
-    """The server's part of ``train_on_batch``; the mean of the clients' metrics."""
-    optimizer = model.optimizer
-    if optimizer.wait_step():
-        optimizer.serve_step()
-        for client, said in optimizer.session.collect("batch").items():
-            optimizer.session.latest[client] = (said["logs"], said["samples"])
-    return {**model.get_metrics_result(), **optimizer.session.mean_logs()}
-
-
 def _train_on_batch(original: Any, model: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """A client trains and tells the server its metrics; the server serves and returns their mean."""
     if not _distributed(getattr(model, "optimizer", None)):
         return original(model, x, *args, **kwargs)
-    context = running.init()
+    context, optimizer = running.init(), model.optimizer
     if not compat.is_built(model):
-        model(tf.nest.map_structure(lambda a: keras.KerasTensor((None, *a.shape[1:]), dtype=str(a.dtype)), x))
-    model.optimizer.build(model.trainable_variables)
-    if context.is_server:
-        return original(model, x, *args, **kwargs)
+        compat.build_from_batch(model, x)
+    optimizer.build(model.trainable_variables)
     as_dict = kwargs.pop("return_dict", False)
-    logs = original(model, x, *args, return_dict=True, **kwargs)
-    model.optimizer.session.say("batch", logs=compat.plain_logs(logs), samples=int(compat.sample_count(x)))
-    return logs if as_dict else model._flatten_metrics_in_order(logs)
+    if context.is_server:
+        logs = _serve_batch(optimizer)
+    else:
+        logs = original(model, x, *args, return_dict=True, **kwargs)
+        logs = {name: logs[name] for name in compat.metric_order(model, logs)}
+        optimizer.session.say("batch", logs=compat.plain_logs(logs), samples=int(compat.sample_count(x)))
+    values = list(logs.values())
+    return logs if as_dict else values[0] if len(values) == 1 else values
+
+
+def _serve_batch(optimizer: Any) -> dict[str, Any]:
+    session = optimizer.session
+    if not optimizer.wait_step():
+        return {"loss": float("nan")}  # no client trains any more
+    optimizer.serve_step()
+    session.latest.update({c: (said["logs"], said["samples"]) for c, said in session.collect("batch").items()})
+    logs: dict[str, Any] = session.mean_logs()
+    return logs
 
 
 def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

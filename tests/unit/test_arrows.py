@@ -1,0 +1,97 @@
+"""Which module may know of which: arrows point one way."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mpipipe
+
+PACKAGE = Path(mpipipe.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
+
+
+def imports(path: Path) -> set[str]:
+    """The full names of all modules and names that a file imports, wherever in it."""
+    package = ["mpipipe", *path.relative_to(PACKAGE).parts[:-1]]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parent = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*parent, *([node.module] if node.module else [])])
+            found |= {f"{module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def within(name: str, *modules: str) -> bool:
+    return any(name == module or name.startswith(module + ".") for module in modules)
+
+
+def test_there_are_files_to_look_at():
+    assert {"protocol/server.py", "transport/mpi.py", "keras/compat.py", "data.py"} <= set(IDS)
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name == "protocol"], ids=lambda p: p.name)
+def test_the_protocol_knows_nothing_of_ours_but_itself_and_the_errors_and_neither_clock_nor_threads(path):
+    for name in imports(path):
+        if within(name, "mpipipe"):
+            assert within(name, "mpipipe.protocol", "mpipipe.errors")
+        assert not within(name, "time", "datetime", "threading", "socket", "os", "random"), name
+        assert not within(name, "numpy", "mpi4py", "tensorflow", "keras"), name
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_only_the_mpi_transport_and_the_context_know_mpi(path):
+    if path.relative_to(PACKAGE).as_posix() not in ("transport/mpi.py", "context.py"):
+        assert not [name for name in imports(path) if within(name, "mpi4py")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_only_the_keras_side_and_data_know_tensorflow_and_keras(path):
+    if path.relative_to(PACKAGE).parts[0] not in ("keras", "data.py"):
+        assert not [name for name in imports(path) if within(name, "tensorflow", "keras", "mpipipe.keras")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_only_compat_knows_the_inside_of_keras(path):
+    if path.relative_to(PACKAGE).as_posix() == "keras/compat.py":
+        return
+    assert not [name for name in imports(path) if within(name, "keras.src")]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            assert (node.value.id, node.attr) != ("keras", "src"), f"line {node.lineno}"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name in ("transport", "wire")], ids=lambda p: p.name)
+def test_transports_and_wire_formats_know_nothing_of_engines_and_sessions(path):
+    for name in imports(path):
+        if within(name, "mpipipe"):
+            assert within(name, "mpipipe.protocol", "mpipipe.errors", "mpipipe.transport", "mpipipe.wire")
+
+
+def loaded_by(*modules: str) -> set[str]:
+    """The top-level modules that are loaded in a new interpreter after it has imported some."""
+    code = f"import sys, {', '.join(modules)}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=PACKAGE.parent, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return set(run.stdout.split())
+
+
+def test_machines_engines_and_settings_are_imported_without_mpi_and_without_tensorflow():
+    files = [path for path in FILES if path.parent.name == "protocol" and path.stem != "__init__"]
+    protocol = [f"mpipipe.protocol.{path.stem}" for path in files]
+    loaded = loaded_by(*protocol, "mpipipe.engine", "mpipipe.transport.inproc", "mpipipe.config")
+    assert "mpipipe" in loaded and not loaded & {"mpi4py", "tensorflow", "keras"}
+
+
+def test_the_package_and_its_context_are_imported_without_mpi_and_without_tensorflow():
+    assert not loaded_by("mpipipe", "mpipipe.context", "mpipipe.session") & {"mpi4py", "tensorflow", "keras"}

@@ -1,0 +1,101 @@
+"""Settings: arguments of init win over environment variables, which win over defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mpipipe.config import Config, table, variable_name
+from mpipipe.errors import ConfigError
+
+MIB = 1 << 20
+
+
+def test_every_setting_has_a_default():
+    config = Config.make(environ={})
+    assert config == Config()
+    assert (config.piece_bytes, config.credit_bytes, config.max_buckets) == (4 * MIB, 32 * MIB, 64)
+    assert (config.client_progress, config.quiet, config.timeline) == (False, True, "")
+
+
+def test_settings_cannot_be_changed_later():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().quiet = False  # type: ignore[misc]
+
+
+def test_an_argument_wins_over_the_environment_which_wins_over_the_default():
+    environ = {"MPIPIPE_PIECE_BYTES": "2048", "MPIPIPE_MAX_BUCKETS": "5"}
+    config = Config.make(environ, piece_bytes=8192)
+    assert (config.piece_bytes, config.max_buckets, config.fuse_bytes) == (8192, 5, Config().fuse_bytes)
+
+
+def test_an_argument_of_false_or_0_wins_too():
+    config = Config.make({"MPIPIPE_QUIET": "1", "MPIPIPE_FUSE_BYTES": "4096"}, quiet=False, fuse_bytes=0)
+    assert (config.quiet, config.fuse_bytes) == (False, 0)
+
+
+def test_an_empty_environment_variable_and_an_argument_of_none_count_as_not_set():
+    assert Config.make({"MPIPIPE_PIECE_BYTES": ""}, credit_bytes=None) == Config()
+
+
+@pytest.mark.parametrize(
+    "text,number",
+    [("4194304", 4 * MIB), ("4M", 4 * MIB), ("4MiB", 4 * MIB), ("4mb", 4 * MIB), ("4096k", 4 * MIB), ("1G", 1 << 30),
+     (" 2048 ", 2048), ("2048B", 2048), ("2KiB", 2048)],
+)  # fmt: skip
+def test_bytes_can_be_written_with_units(text, number):
+    assert Config.make({"MPIPIPE_PIECE_BYTES": text}).piece_bytes == number
+    assert Config.make({}, piece_bytes=text).piece_bytes == number
+
+
+@pytest.mark.parametrize("text", ["1", "true", "True", "YES", "on", " on "])
+def test_a_flag_is_switched_on(text):
+    assert Config.make({"MPIPIPE_CLIENT_PROGRESS": text}).client_progress is True
+
+
+@pytest.mark.parametrize("text", ["0", "false", "False", "NO", "off"])
+def test_a_flag_is_switched_off(text):
+    assert Config.make({"MPIPIPE_QUIET": text}).quiet is False
+
+
+def test_a_text_is_taken_as_it_is():
+    assert Config.make({"MPIPIPE_TIMELINE": "Some Folder/1"}).timeline == "Some Folder/1"
+
+
+def test_an_unknown_setting_is_an_error_that_lists_those_there_are():
+    with pytest.raises(ConfigError, match="piece_size.*piece_bytes.*timeline"):
+        Config.make({}, piece_size=1)
+
+
+@pytest.mark.parametrize(
+    "variable,value",
+    [("MPIPIPE_PIECE_BYTES", "much"), ("MPIPIPE_PIECE_BYTES", "4X"), ("MPIPIPE_PIECE_BYTES", "M"),
+     ("MPIPIPE_PIECE_BYTES", "0.5M"), ("MPIPIPE_MAX_BUCKETS", "4M"), ("MPIPIPE_QUIET", "maybe"),
+     ("MPIPIPE_MAX_BUCKETS", "0"), ("MPIPIPE_CREDIT_BYTES", "12"), ("MPIPIPE_FUSE_BYTES", "-1")],
+)  # fmt: skip
+def test_a_bad_environment_variable_is_an_error_that_names_it_and_its_value(variable, value):
+    with pytest.raises(ConfigError) as caught:
+        Config.make({variable: value})
+    assert variable in str(caught.value) and value in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name,value", [("piece_bytes", 12), ("piece_bytes", 4.5), ("piece_bytes", True), ("quiet", 1), ("timeline", 3)]
+)
+def test_a_bad_argument_is_an_error_that_names_it_and_its_value(name, value):
+    with pytest.raises(ConfigError) as caught:
+        Config.make({}, **{name: value})
+    assert f"init({name}=...)" in str(caught.value) and repr(value) in str(caught.value)
+
+
+def test_an_error_says_what_the_least_value_is():
+    with pytest.raises(ConfigError, match="least.*1024"):
+        Config.make({"MPIPIPE_PIECE_BYTES": "1000"})
+
+
+def test_settings_and_environment_variables_are_one_to_one_and_each_has_a_meaning():
+    rows = table()
+    assert [row[0] for row in rows] == [field.name for field in dataclasses.fields(Config)]
+    assert all(row[1] == variable_name(row[0]) == "MPIPIPE_" + row[0].upper() for row in rows)
+    assert all(row[3] for row in rows)

@@ -1,0 +1,526 @@
+"""What the ranks agree on, and the rounds in which they meet outside the steps."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from ranks import Ranks, dense, run_ranks
+
+from mpipipe import session as sessions
+from mpipipe.config import Config
+from mpipipe.context import Context
+from mpipipe.errors import DisagreementError, MpipipeError
+from mpipipe.protocol.plan import VariableSpec
+from mpipipe.session import Inbox, ServerSession
+from mpipipe.transport.inproc import Network
+from mpipipe.wire import plain
+
+SECONDS = 15.0
+
+
+class World:
+    """One context a rank, on an in-process network."""
+
+    def __init__(self, size: int, seed: int | None = 0, **settings: Any) -> None:
+        self.network = Network(size, seed=seed)
+        self.contexts = [Context(Config(**settings), transport) for transport in self.network.transports]
+        self.sessions: list[Any] = [context.new_session() for context in self.contexts]
+
+    def start(self, act: Callable[[int, Any], Any]) -> Ranks:
+        """``act(rank, session)`` on every rank."""
+        return Ranks({rank: lambda r=rank: act(r, self.sessions[r]) for rank in range(self.network.size)})
+
+    def run(self, act: Callable[[int, Any], Any], seconds: float = SECONDS) -> dict[int, Any]:
+        """What ``act(rank, session)`` returned on every rank, or the exception that it raised."""
+        return self.start(act).join(seconds)
+
+
+@pytest.fixture
+def world():
+    made: list[World] = []
+
+    def make(size: int = 4, seed: int | None = 0, **settings: Any) -> World:
+        made.append(World(size, seed, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.network.close()
+
+
+def assert_all_disagree(outcomes: dict[int, Any], *words: str) -> None:
+    assert {type(outcome) for outcome in outcomes.values()} == {DisagreementError}, outcomes
+    assert len({str(outcome) for outcome in outcomes.values()}) == 1, "the ranks got different messages"
+    for word in words:
+        assert word in str(outcomes[0])
+
+
+# -------------------------------------------------------------------------------------------------------------- agree
+
+
+def test_ranks_with_the_same_model_agree_although_layers_are_numbered_differently(world):
+    outcomes = world().run(lambda rank, session: session.agree(dense(f"dense_{rank}", 3, 4)))
+    assert outcomes == dict.fromkeys(range(4))
+
+
+def test_another_shape_is_an_error_on_all_ranks_that_names_the_layer_the_shapes_and_the_ranks(world):
+    def act(rank: int, session: Any) -> None:
+        session.agree(dense("first", 3, 4) + dense("second", 4, 6 if rank == 2 else 5) + dense("third", 5, 1))
+
+    assert_all_disagree(
+        world().run(act), "'second'", "second/kernel (4, 5) float32 on ranks 0, 1, 3", "(4, 6) float32 on rank 2"
+    )
+
+
+def test_another_dtype_is_an_error_on_all_ranks(world):
+    def act(rank: int, session: Any) -> None:
+        session.agree(dense("a", 3, 4, "float32" if rank else "bfloat16"))
+
+    assert_all_disagree(world().run(act), "'a'", "bfloat16 on rank 0", "float32 on ranks 1, 2, 3")
+
+
+@pytest.mark.parametrize("longer", [0, 2])
+def test_a_missing_layer_is_an_error_on_all_ranks(world, longer):
+    def act(rank: int, session: Any) -> None:
+        session.agree(dense("a", 3, 4) + (dense("b", 4, 5) if rank == longer else []))
+
+    assert_all_disagree(world(3).run(act), "'b'", "no such variable", f"b/kernel (4, 5) float32 on rank {longer}")
+
+
+def test_ranks_that_differ_in_different_places_are_not_lumped_together(world):
+    def act(rank: int, session: Any) -> None:
+        session.agree(dense("a", 3, 5 if rank == 1 else 4) + dense("b", 4, 7 if rank == 2 else 6))
+
+    outcomes = world(4).run(act)
+    assert_all_disagree(outcomes, "'a'", "(3, 5) float32 on rank 1")
+    assert "(3, 5) float32 on ranks 1, 2" not in str(outcomes[0]), outcomes[0]
+
+
+def test_ranks_that_differ_differently_in_one_place_are_each_told_apart(world):
+    def act(rank: int, session: Any) -> None:
+        session.agree(dense("a", 3, 4 + rank))
+
+    assert_all_disagree(world(3).run(act), "(3, 4) float32 on rank 0", "(3, 5) float32 on rank 1", "(3, 6)")
+
+
+def test_ranks_with_different_versions_do_not_train_together(world, monkeypatch):
+    made = world(3)
+    say = made.sessions[2]._say
+    made.sessions[2]._say = lambda dest, kind, content: say(dest, kind, {**content, "version": "0.0"})
+    outcomes = made.run(lambda rank, session: session.agree(dense("a", 3, 4)))
+    assert_all_disagree(outcomes, "mpipipe 0.0 (rank 2)", "(rank 0)")
+
+
+# --------------------------------------------------------------------------------------------------- whole arrays
+
+ARRAYS = [
+    lambda rank: np.arange(12, dtype=np.float32).reshape(3, 4) + rank,
+    lambda rank: np.float64(rank) + np.zeros(()),
+    lambda rank: np.zeros((0, 3), np.float32),
+    lambda rank: np.array([rank, -1], np.int64),
+    lambda rank: np.array([rank == 0, True]),
+    lambda rank: np.array([1.5 + rank], ml_dtypes.bfloat16),
+    lambda rank: np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3) * (rank + 1)),
+]
+
+
+def test_a_broadcast_gives_every_rank_the_servers_arrays(world):
+    def act(rank: int, session: Any) -> list[Any]:
+        session.agree(dense("a", 3, 4))
+        return session.broadcast([make(rank) for make in ARRAYS])
+
+    for arrays in world().run(act).values():
+        for array, make in zip(arrays, ARRAYS, strict=True):
+            expected = make(0)
+            assert (array.shape, array.dtype) == (expected.shape, expected.dtype)
+            assert array.tobytes() == expected.tobytes()
+
+
+def test_a_broadcast_leaves_the_arrays_that_were_given_as_they_are(world):
+    given = [np.full(3, rank, np.float32) for rank in range(3)]
+
+    def act(rank: int, session: Any) -> None:
+        session.agree(dense("a", 3, 4))
+        session.broadcast([given[rank]])
+
+    assert world(3).run(act) == dict.fromkeys(range(3))
+    assert [array.tolist() for array in given] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
+
+
+def test_at_the_end_of_a_phase_floats_are_averaged_and_other_arrays_are_the_first_clients(world):
+    states = [
+        [np.full((2, 2), 10.0**rank, np.float32), np.array([rank]), np.array(rank, np.float16)] for rank in range(4)
+    ]
+
+    def act(rank: int, session: Any) -> Any:
+        session.agree(dense("a", 3, 4))
+        if rank:
+            return session.end_phase(states[rank], logs={"loss": float(rank)}, samples=rank)
+        said = session.collect_phase()
+        means, logs = session.mean_arrays(states[0]), session.mean_logs()
+        session.answer_phase(said, iterations=7)
+        return means, logs
+
+    outcomes = world().run(act)
+    means, logs = outcomes[0]
+    expected = np.float32((10.0 + 100.0 + 1000.0) / 3)
+    assert [mean.tolist() for mean in means] == [[[expected] * 2] * 2, [1], 2.0]
+    assert [mean.dtype for mean in means] == [np.float32, np.int64, np.float16]
+    assert logs == {"loss": pytest.approx((1 * 1 + 2 * 2 + 3 * 3) / 6)}
+    for client in (1, 2, 3):
+        answer, followed = outcomes[client]
+        assert answer["iterations"] == 7 and followed == {}
+
+
+def test_metrics_without_any_sample_are_left_out(world):
+    session = world(3).sessions[0]
+    session.latest = {1: ({"loss": 1.0}, 0), 2: ({"loss": 3.0, "accuracy": 0.5}, 0)}
+    assert session.mean_logs() == {}
+    session.latest = {1: ({"loss": 1.0}, 30), 2: ({"loss": 3.0, "accuracy": 0.5}, 10)}
+    assert session.mean_logs() == {"loss": 1.5, "accuracy": 0.5}
+
+
+# --------------------------------------------------------------------------------------------------------------- open
+
+MODEL = dense("a", 3, 4) + dense("b", 4, 300)
+
+
+def test_ranks_that_open_have_the_same_plan_made_with_the_servers_sizes(world):
+    made = world(3, piece_bytes=1024)
+    made.contexts[2].config = Config(piece_bytes=4096)  # as if only one rank had the environment variable
+
+    def act(rank: int, session: Any) -> Any:
+        # Keras may have numbered the layers of this rank differently.
+        session.agree([VariableSpec(f"r{rank}/{v.path}", v.shape, v.dtype) for v in MODEL])
+        if rank == 0:
+            return session.open(lambda *_: None)
+        return session.open([True, False, True, True], rank == 2, lambda *_: None)
+
+    assert made.run(act) == dict.fromkeys(range(3), True)  # one rank's first gradients are of no use: all skip them
+    assert len({session.plan.digest for session in made.sessions}) == 1
+    plan = made.sessions[1].plan
+    assert plan.has_gradient == (True, False, True, True)
+    assert max(piece.nbytes for piece in plan.pieces) <= 1024
+
+
+def test_first_gradients_are_used_where_all_ranks_had_the_servers_weights(world):
+    def act(rank: int, session: Any) -> Any:
+        session.agree(MODEL)
+        return session.open(*([] if rank == 0 else [[True] * 4, False]), lambda *_: None)
+
+    assert world(3).run(act) == dict.fromkeys(range(3), False)
+
+
+def test_a_variable_that_gets_a_gradient_on_one_rank_only_is_an_error_that_names_it_and_the_ranks(world):
+    def act(rank: int, session: Any) -> None:
+        session.agree(MODEL)
+        if rank == 0:
+            session.open(lambda *_: None)
+        else:
+            session.open([True, True, rank != 2, True], False, lambda *_: None)
+
+    assert_all_disagree(world().run(act), "b/kernel gets a gradient on rank 1 but none on rank 2")
+
+
+def opening(steps: Callable[[int, Any], Any]) -> Callable[[int, Any], Any]:
+    """Agree, open, then ``steps(rank, session)``. The server's update is: weights are minus the mean gradient."""
+
+    def act(rank: int, session: Any) -> Any:
+        session.agree(MODEL)
+        if rank == 0:
+            ready = threading.Event()
+
+            def update(bucket: int, mean: Any) -> None:
+                ready.wait()
+                new = -plain.decode(mean, session.plan.buckets[bucket].dtype)
+                session.engine.updated(bucket, plain.encode(new))
+
+            session.open(update)
+            ready.set()
+        else:
+            session.delivered = threading.Semaphore(0)
+            session.weights = {}
+
+            def deliver(bucket: int, data: Any) -> None:
+                session.weights[bucket] = data.copy()
+                session.delivered.release()
+
+            session.open([True] * 4, False, deliver)
+        return steps(rank, session)
+
+    return act
+
+
+def train_step(session: Any, value: float) -> None:
+    buckets = session.plan.buckets
+    for bucket in reversed(buckets):
+        session.engine.gradient(bucket.index, plain.encode(np.full(bucket.nbytes // 4, value, np.float32)))
+    for _ in buckets:
+        assert session.delivered.acquire(timeout=SECONDS)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_clients_with_fewer_steps_get_the_weights_that_they_missed_at_the_end_of_the_phase(world, seed):
+    def steps(rank: int, session: Any) -> Any:
+        results = []
+        for phase in range(2):
+            own = rank if phase == 0 else 4 - rank
+            if rank == 0:
+                served = 0
+                while session.engine.wait_step():
+                    served += 1
+                session.answer_phase(session.collect_phase())
+                results.append(served)
+                continue
+            for step in range(own):
+                train_step(session, float(10 * rank + step))
+            answer, followed = session.end_phase([], logs={}, samples=0)
+            results.append((answer["steps"], {float(plain.decode(d, "float32")[0]) for d in followed.values()}))
+            assert session.steps_done() == answer["steps"]
+        return results
+
+    outcomes = world(4, seed, fuse_bytes=0).run(opening(steps))
+    assert outcomes == {
+        0: [3, 3],
+        1: [(3, {-32.0}), (6, set())],
+        2: [(3, {-32.0}), (6, {-12.0})],
+        3: [(3, set()), (6, {-12.0})],
+    }
+
+
+def without_steps(rank: int, session: Any) -> Any:
+    """A phase in which no client does a step."""
+    if rank:
+        return session.end_phase([], logs={}, samples=0)[0]["steps"]
+    served = session.engine.wait_step()
+    session.answer_phase(session.collect_phase())
+    return served
+
+
+def test_a_phase_without_steps_ends(world):
+    assert world(3).run(opening(without_steps)) == {0: False, 1: 0, 2: 0}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def delay_the_servers_engine(monkeypatch: Any, until: Callable[[], bool]) -> None:
+    """A server whose thread is held up just before it makes its engine, as on a machine with too many processes."""
+    engine = sessions.ServerEngine
+
+    def late(*args: Any) -> Any:
+        wait_for(until)
+        return engine(*args)
+
+    monkeypatch.setattr(sessions, "ServerEngine", late)
+
+
+def test_clients_that_end_a_phase_before_the_servers_engine_is_there_are_not_forgotten(world, monkeypatch):
+    made = world(2)
+    delay_the_servers_engine(monkeypatch, lambda: made.sessions[0].inbox.peek() is not None)
+    assert made.run(opening(without_steps), seconds=3.0) == {0: False, 1: 0}
+
+
+def test_clients_whose_scripts_end_before_the_servers_engine_is_there_are_not_forgotten(world, monkeypatch):
+    made = world(3)
+    delay_the_servers_engine(monkeypatch, lambda: 1 in made.contexts[0]._departed)
+    caught: queue.Queue[Any] = queue.Queue()
+    monkeypatch.setattr(threading, "excepthook", caught.put)
+
+    def steps(rank: int, session: Any) -> None:
+        if rank == 1:
+            made.contexts[1].finalize()
+        elif rank == 2:
+            train_step(session, 1.0)
+
+    made.start(opening(steps))
+    try:
+        error = caught.get(timeout=3.0)
+    except queue.Empty:
+        pytest.fail("the others wait for the client for ever")
+    finally:
+        made.contexts[1]._bye.set()
+    assert "rank 1 ended after 0 steps" in str(error.exc_value)
+
+
+# ------------------------------------------------------------------------------------- ranks at different places
+
+
+def test_a_client_at_another_round_is_an_error_on_all_ranks_that_says_who_is_where(world):
+    def act(rank: int, session: Any) -> None:
+        session.agree(MODEL)
+        if rank == 0:
+            session.collect("fit")
+        else:
+            session.round("fit" if rank == 1 else "vote")
+
+    assert_all_disagree(world(3).run(act), "rank 2 is after the callbacks of an epoch", "starting fit", "rank 0")
+
+
+def test_a_client_that_comes_late_to_a_round_gets_the_error_too(world):
+    def act(rank: int, session: Any) -> None:
+        if rank == 0:
+            session.collect("fit")
+        if rank == 2:
+            time.sleep(0.3)
+        session.round("vote")
+
+    assert_all_disagree(world(3).run(act), "rank 1 is after the callbacks of an epoch")
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_client_whose_script_has_ended_while_the_server_waits_for_it_is_an_error_not_a_hang(world, others):
+    made = world(others + 1)
+
+    def act(rank: int, session: Any) -> None:
+        if rank == 0:
+            session.collect("fit")
+        elif rank == others:
+            made.contexts[rank].finalize()
+        else:
+            session.round("fit")
+
+    ranks = made.start(act)
+    try:
+        outcomes = ranks.join(2.0, only={0, *range(1, others)})
+    finally:
+        made.contexts[others]._bye.set()
+    assert_all_disagree({rank: outcomes[rank] for rank in range(others)}, f"rank {others}", "starting fit")
+
+
+def test_messages_for_an_optimizer_that_the_server_has_not_made_yet_are_kept(world):
+    made = world(2)
+
+    def act(rank: int, _: Any) -> Any:
+        if rank == 0:
+            wait_for(lambda: bool(made.contexts[0]._early))
+        session = made.contexts[rank].new_session()
+        session.agree(MODEL)
+        return session.number
+
+    assert made.run(act) == {0: 1, 1: 1}
+
+
+def test_an_inbox_keeps_the_order_of_each_sender():
+    inbox = Inbox()
+    for number in range(3):
+        inbox.put(1, {"number": number})
+        inbox.put(2, {"number": 10 + number})
+    assert [inbox.take(2)["number"] for _ in range(3)] == [10, 11, 12]
+    assert inbox.peek() == (1, {"number": 0})
+    assert [inbox.take(1)["number"] for _ in range(3)] == [0, 1, 2]
+    assert inbox.peek() is None
+
+
+# ------------------------------------------------------------------------------------------------------------ contexts
+
+
+def test_rank_0_serves_and_the_others_train(world):
+    contexts = world(3).contexts
+    assert [context.is_server for context in contexts] == [True, False, False]
+    assert list(contexts[0].clients) == [1, 2] and not contexts[0].alone
+    assert isinstance(world(2).sessions[0], ServerSession)
+
+
+def test_a_single_rank_is_alone_serves_and_trains():
+    context = Context(Config(), None)
+    assert context.alone and context.is_server and list(context.clients) == [0]
+    context.finalize()
+    context.finalize()  # a second time does nothing
+
+
+def test_all_ranks_leave_in_an_orderly_way(world):
+    made = world(4)
+    closed: list[int] = []
+    for context in made.contexts:
+        context.closers.append(lambda rank=context.rank: closed.append(rank))
+
+    run_ranks({context.rank: context.finalize for context in made.contexts}, SECONDS)
+    assert sorted(closed) == [0, 1, 2, 3]
+
+
+def test_all_ranks_leave_in_an_orderly_way_after_training(world):
+    made = world(3)
+
+    def steps(rank: int, session: Any) -> None:
+        if rank:
+            train_step(session, 1.0)
+        else:
+            assert session.engine.wait_step()
+        made.contexts[rank].finalize()
+
+    assert made.run(opening(steps)) == dict.fromkeys(range(3))
+
+
+def fail_by_raising(context: Context) -> None:
+    """Instead of ending all processes."""
+
+    def fail(message: str, code: int = 1) -> None:
+        raise MpipipeError(f"{message} ({code})")
+
+    context.fail = fail  # type: ignore[method-assign]
+
+
+def test_a_server_whose_script_ends_while_a_client_waits_for_it_ends_the_run_and_says_where_the_client_is(world):
+    made = world(3)
+    fail_by_raising(made.contexts[0])
+
+    def act(rank: int, session: Any) -> None:
+        if rank == 0:
+            made.contexts[0].finalize()
+        elif rank == 2:
+            session.round("fit")
+
+    outcome = made.start(act).join(SECONDS, only={0, 1})[0]
+    assert isinstance(outcome, MpipipeError) and "rank 2 is starting fit" in str(outcome)
+
+
+def test_a_server_whose_script_ends_while_clients_train_on_ends_the_run(world):
+    made = world(3)
+    fail_by_raising(made.contexts[0])
+
+    def steps(rank: int, session: Any) -> None:
+        if rank == 0:
+            made.contexts[0].finalize()
+        else:
+            train_step(session, 1.0)
+
+    outcome = made.start(opening(steps)).join(SECONDS, only={0})[0]
+    assert isinstance(outcome, MpipipeError) and "clients go on with another step" in str(outcome)
+
+
+def test_a_server_whose_script_ends_while_clients_make_another_optimizer_ends_the_run(world):
+    made = world(2)
+    fail_by_raising(made.contexts[0])
+
+    def act(rank: int, _: Any) -> None:
+        if rank == 0:
+            made.contexts[0].finalize()
+        else:
+            made.contexts[1].new_session().agree(MODEL)
+
+    outcome = made.start(act).join(SECONDS, only={0})[0]
+    assert isinstance(outcome, MpipipeError) and "another optimizer" in str(outcome)
+
+
+def test_a_script_that_ends_in_the_middle_of_training_or_with_an_exit_code_ends_the_run(world):
+    made = world(3)
+    for context in made.contexts:
+        fail_by_raising(context)
+    made.contexts[1].busy = "fit"
+    with pytest.raises(MpipipeError, match=r"in the middle of fit.*\(1\)"):
+        made.contexts[1].finalize()
+    made.contexts[2].exit_code = 3
+    with pytest.raises(MpipipeError, match=r"sys.exit\(3\).*\(3\)"):
+        made.contexts[2].finalize()
