@@ -36,7 +36,7 @@ def main() -> None:
         for epoch in range(options.epochs):
             losses = [train_step(*batch) for batch in batches]
             if mp.client_index() == 0:
-                print(f"[client {mp.client_index()}] epoch {epoch + 1} loss {sum(losses) / len(losses):.4f}", flush=True)
+                print(f"[rank {mp.rank()}] epoch {epoch + 1} loss {sum(losses) / len(losses):.4f}", flush=True)
         optimizer.finish(model)  # the others may have more batches; BatchNorm's statistics are averaged
     else:
         optimizer.serve(model)  # until every client has finished

@@ -1,7 +1,7 @@
 """Train a small convolutional network on real images: rank 0 serves, all other ranks train.
 
-    mpirun -np 4 python examples/train.py            the digits that scikit-learn ships
-    mpirun -np 4 python examples/train.py --data /usr/share/datasets/fashion-mnist --epochs 3
+mpirun -np 4 python examples/train.py            the digits that scikit-learn ships
+mpirun -np 4 python examples/train.py --data /usr/share/datasets/fashion-mnist --epochs 3
 """
 
 from __future__ import annotations

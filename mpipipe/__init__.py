@@ -4,6 +4,7 @@ from importlib import import_module as _import_module
 from typing import Any as _Any
 
 from mpipipe import launcher as _launcher
+from mpipipe import logs as _logs
 from mpipipe._version import __version__
 from mpipipe.context import (
     client_index,
@@ -36,10 +37,12 @@ __all__ = [
 
 # TensorFlow reads its log level when it is loaded, and loading it takes seconds: so before, and only on demand.
 _launcher.quieten_tensorflow()
+_logs.print_errors_briefly()
 _ON_DEMAND = {"DistributedOptimizer": "mpipipe.keras.optimizer", "shard": "mpipipe.data"}
 
 
 def __getattr__(name: str) -> _Any:
     if name in _ON_DEMAND:
+        _import_module("mpipipe.keras.compat")  # which says what to do where TensorFlow is missing
         return getattr(_import_module(_ON_DEMAND[name]), name)
     raise AttributeError(f"module 'mpipipe' has no attribute {name!r}")

@@ -5,6 +5,7 @@ An argument of :func:`mpipipe.init` wins over the environment variable, which wi
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -27,20 +28,20 @@ def _flag(text: str) -> bool:
     return values[text.strip().lower()]
 
 
-def _setting(default: Any, meaning: str, parse: Any, least: int | None = None) -> Any:
-    return field(default=default, metadata={"meaning": meaning, "parse": parse, "least": least})
+def _setting(default: Any, meaning: str, parse: Any, least: float = -math.inf, most: float = math.inf) -> Any:
+    return field(default=default, metadata={"meaning": meaning, "parse": parse, "least": least, "most": most})
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """All settings of a run. They must be the same on every rank."""
 
-    piece_bytes: int = _setting(4 << 20, "largest message; a larger bucket travels in pieces of this size", _bytes, 1024)
+    piece_bytes: int = _setting(4 << 20, "largest message; a larger bucket travels in such pieces", _bytes, 1024)
     fuse_bytes: int = _setting(16 << 10, "layers smaller than this share a bucket with their neighbours", _bytes, 0)
     credit_bytes: int = _setting(
         32 << 20, "bytes under way at once per rank and direction; the rest waits by priority", _bytes, 1024
     )
-    max_buckets: int = _setting(64, "most buckets of one optimizer; neighbouring layers are fused to keep it", int, 1)
+    max_buckets: int = _setting(64, "most buckets of one optimizer; neighbours are fused to keep to it", int, 1, 512)
     client_progress: bool = _setting(False, "let clients draw Keras's progress bar too", _flag)
     quiet: bool = _setting(True, "silence TensorFlow's start-up messages on all ranks but the server", _flag)
     timeline: str = _setting("", "folder in which each rank writes when each bucket was ready, sent, ...", str)
@@ -72,7 +73,6 @@ def variable_name(setting: str) -> str:
 
 
 def _check(name: str, value: Any, setting: Any, where: str) -> Any:
-    least = setting.metadata["least"]
     if isinstance(value, str):
         try:
             value = setting.metadata["parse"](value)
@@ -80,8 +80,9 @@ def _check(name: str, value: Any, setting: Any, where: str) -> Any:
             raise ConfigError(f"{where} is {value!r}, which is not a {_kind(setting.default)}") from None
     if type(value) is not type(setting.default):
         raise ConfigError(f"{where} is {value!r}, which is not a {_kind(setting.default)}")
-    if least is not None and value < least:
-        raise ConfigError(f"{where} is {value!r}; the least that {name} can be is {least}")
+    if isinstance(value, int) and not setting.metadata["least"] <= value <= setting.metadata["most"]:
+        least, most = setting.metadata["least"], setting.metadata["most"]
+        raise ConfigError(f"{where} is {value!r}; {name} is at least {least} and at most {most}")
     return value
 
 

@@ -85,11 +85,15 @@ class Context:
             self._sessions.append(session)
             for source, message in self._early.pop(number, []):
                 session.receive(source, message)
+            if isinstance(session, ServerSession):
+                for client, steps in self._departed.items():
+                    session.client_departs(client, steps.get(str(number)))
         return session
 
     def _dispatch(self, source: int, message: dict[str, Any]) -> None:
         if message["kind"] == "depart":
-            self._client_departs(source, message["steps"])
+            with self._lock:
+                self._client_departs(source, message["steps"])
         elif message["kind"] == "bye":
             self._bye.set()
         else:
@@ -102,8 +106,8 @@ class Context:
     def _client_departs(self, client: int, steps: dict[str, int]) -> None:
         self._departed[client] = steps
         for session in self._sessions:
-            if isinstance(session, ServerSession) and session.engine is not None and str(session.number) in steps:
-                session.engine.depart(client, steps[str(session.number)])
+            if isinstance(session, ServerSession):
+                session.client_departs(client, steps.get(str(session.number)))
 
     def fail(self, message: str, code: int = 1) -> None:
         """Say why and end every process of the run."""
@@ -238,7 +242,7 @@ def _join() -> tuple[MPI.Intracomm | None, tuple[int, int]]:
         return None, (0, 1)
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise EnvironmentProblem(
-            "MPI was initialised for one thread only, and mpipipe calls it from a thread of its own: initialise it with "
+            "MPI was initialised for one thread only, and mpipipe calls it from one of its own: initialise it with "
             "MPI_THREAD_MULTIPLE (mpi4py's default), or let mpipipe.init() do it"
         )
     local = world.Split_type(MPI.COMM_TYPE_SHARED)

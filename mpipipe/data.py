@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
 
 from mpipipe import context as running
-from mpipipe.keras import compat  # first: it says what is missing where TensorFlow is
-
-import keras  # isort: skip
-import tensorflow as tf  # isort: skip
 
 
 def shard(*data: Any) -> Any:
@@ -37,7 +35,7 @@ def shard(*data: Any) -> Any:
     if len(lengths) > 1:
         raise ValueError(f"the arrays have different numbers of samples: {sorted(lengths)}")
     if lengths and min(lengths) < count:
-        raise ValueError(f"{min(lengths)} samples cannot be shared among {count} clients: every client needs one")
+        raise ValueError(f"{min(lengths)} samples cannot be shared among {count} clients: each needs one")
     parts = tuple(_map(part, count, index) for part in data)
     return parts if len(parts) > 1 else parts[0]
 
@@ -84,7 +82,7 @@ class _ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
             max_queue_size=whole.max_queue_size,
         )
         if whole.num_batches is not None and whole.num_batches < count:
-            raise ValueError(f"{whole.num_batches} batches cannot be shared among {count} clients: every client needs one")
+            raise ValueError(f"{whole.num_batches} batches cannot be shared among {count} clients: each needs one")
         self._whole, self._count, self._index = whole, count, index
 
     @property
@@ -104,5 +102,3 @@ class _ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
     def on_epoch_end(self) -> None:
         """Let the whole know."""
         self._whole.on_epoch_end()
-
-

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -83,23 +82,28 @@ class ClientEngine(_Engine):
         self._gradients: dict[int, Buffer] = {}
         self._weights = self._buffers()
         self._followed: set[int] = set()
-        self._between_steps = threading.Event()
-        self._between_steps.set()
+        self._changed = threading.Condition()
+        self._unhandled = 0  # events handed in and not yet handled
+        self._settled: int | None = 0  # steps done, or None in the middle of one; as of the last event handled
         self._thread.start()
+
+    def feed(self, event: Any) -> None:
+        """Hand in an event, from any thread."""
+        with self._changed:
+            self._unhandled += 1
+            self._events.put(event)
 
     def gradient(self, bucket: int, data: Buffer) -> None:
         """A bucket's gradient is ready; ``data`` must stay untouched until its weights are delivered."""
-        self._between_steps.clear()
         self._gradients[bucket] = data
         self.feed(m.GradientReady(bucket))
 
     def settle(self, steps: int = 0) -> int:
         """Wait until nothing is under way and at least so many steps are done; returns how many are."""
-        while True:
-            # In slices, so that an interrupt gets through.
-            if self._between_steps.wait(timeout=1.0) and (done := self._machine.steps) >= steps:
-                return done
-            time.sleep(1e-4)  # the events that lead there are on their way to the engine
+        with self._changed:
+            while self._unhandled or self._settled is None or self._settled < steps:
+                self._changed.wait(timeout=1.0)  # in slices, so that an interrupt gets through
+            return self._settled
 
     def take_followed(self) -> dict[int, Buffer]:
         """The latest weights of the buckets that came in while this client only followed, since the last call."""
@@ -121,10 +125,10 @@ class ClientEngine(_Engine):
                     self._followed.add(command.bucket)
                 else:
                     self._deliver(command.bucket, self._weights[command.bucket])
-        if self._machine.between_steps and self._events.empty():
-            self._between_steps.set()
-        else:
-            self._between_steps.clear()
+        with self._changed:
+            self._unhandled -= 1
+            self._settled = self._machine.steps if self._machine.between_steps else None
+            self._changed.notify_all()
 
     def _send(self, piece: Piece, step: int) -> None:
         def done() -> None:
@@ -174,6 +178,9 @@ class ServerEngine(_Engine):
         # True for each step begun, False for each end of a phase, in order.
         self._steps: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._begun = self._waited = 0  # steps put into that queue, and taken from it
+
+    def start(self) -> None:
+        """Post the receives and begin: from now on gradients are handed over."""
         for command in self._machine.start():
             self._execute(command)
         self._thread.start()
@@ -187,10 +194,6 @@ class ServerEngine(_Engine):
                 continue
             self._waited += began
             return began
-
-    def depart(self, client: int, steps: int) -> None:
-        """A client's script has ended after so many steps."""
-        self.feed(m.ClientDeparted(client, steps))
 
     @property
     def step_waits(self) -> bool:

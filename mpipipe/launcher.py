@@ -27,5 +27,6 @@ def quieten_tensorflow() -> None:
     The C++ part reads the variable once, when it is loaded; a value that the user set is kept.
     """
     ranks = rank_and_size()
-    if ranks is not None and ranks[0] > 0 and os.environ.get("MPIPIPE_QUIET", "1") not in ("0", "false", "no", "off"):
+    wanted = os.environ.get("MPIPIPE_QUIET", "1").strip().lower() not in ("0", "false", "no", "off")
+    if wanted and ranks is not None and ranks[0] > 0:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -8,6 +8,9 @@ import traceback
 import warnings
 from types import TracebackType
 
+from mpipipe import launcher
+from mpipipe.errors import MpipipeError
+
 logger = logging.getLogger("mpipipe")
 
 
@@ -15,7 +18,8 @@ def set_up(rank: int, size: int) -> None:
     """Prefix mpipipe's log and Python's warnings with this rank, where there are several."""
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter(f"[mpipipe {rank}] %(message)s" if size > 1 else "[mpipipe] %(message)s"))
+        prefix = f"mpipipe {rank}" if size > 1 else "mpipipe"
+        handler.setFormatter(logging.Formatter(f"[{prefix}] %(message)s"))
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
@@ -31,6 +35,20 @@ def set_up(rank: int, size: int) -> None:
 def prefix_lines(rank: int, text: str) -> str:
     """The text with ``[mpipipe rank]`` before each line."""
     return "".join(f"[mpipipe {rank}] {line}\n" for line in text.splitlines())
+
+
+def print_errors_briefly() -> None:
+    """Have mpipipe's own errors printed without a traceback, which has nothing to add to what they say."""
+    hook = sys.excepthook
+
+    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, MpipipeError):
+            ranks = launcher.rank_and_size()
+            sys.stderr.write(prefix_lines(ranks[0], str(error)) if ranks else f"[mpipipe] {error}\n")
+        else:
+            hook(kind, error, trace)
+
+    sys.excepthook = on_exception
 
 
 def print_exception(

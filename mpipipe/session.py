@@ -1,16 +1,16 @@
 """A session: what the ranks agree on about one optimizer, and the rounds in which they meet outside the steps.
 
-All clients go through the same sequence: *agree* (the same variables? then the server's values everywhere), *open* (which
-variables get a gradient? then the plan and the engines), and from then on steps, with a round where a phase ends. In a
-round every client says something, the server answers all. A rank that comes to another round than the rest is an error
-that names it, not a hang. Plain numpy arrays go in and come out; nothing here knows TensorFlow.
+All clients go through the same sequence: *agree* (the same variables? then the server's values everywhere), *open*
+(which variables get a gradient? then the plan and the engines), and from then on steps, with a round where a phase
+ends. In a round every client says something, the server answers all. A rank that comes to another round than the rest
+is an error that names it, not a hang. Plain numpy arrays go in and come out; nothing here knows TensorFlow.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mpipipe._version import __version__
 from mpipipe.engine import ClientEngine, Deliver, ServerEngine
-from mpipipe.errors import DisagreementError
+from mpipipe.errors import DisagreementError, ProtocolError
 from mpipipe.protocol import messages as m
 from mpipipe.protocol import plan as planning
 from mpipipe.protocol.plan import Plan, VariableSpec
@@ -45,6 +45,7 @@ _PLACES = {
     "batch": "in train_on_batch",
     "vote": "after the callbacks of an epoch",
     "end": "ending fit",
+    "ended": "at the end of its script",
 }
 
 
@@ -53,6 +54,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._messages: dict[int, deque[Message]] = defaultdict(deque)
+        self._ended: set[int] = set()  # senders from which nothing more comes
         self._changed = threading.Condition()
 
     def put(self, source: int, message: Message) -> None:
@@ -61,10 +63,18 @@ class Inbox:
             self._messages[source].append(message)
             self._changed.notify_all()
 
+    def end(self, source: int) -> None:
+        """Note that nothing more comes from a sender."""
+        with self._changed:
+            self._ended.add(source)
+            self._changed.notify_all()
+
     def take(self, source: int) -> Message:
-        """Wait for the next message of a sender."""
+        """Wait for the next message of a sender; one of the kind ``ended`` where none comes any more."""
         with self._changed:
             while not self._messages[source]:
+                if source in self._ended:
+                    return {"kind": "ended"}
                 self._changed.wait(timeout=1.0)  # in slices, so that an interrupt gets through
             return self._messages[source].popleft()
 
@@ -153,6 +163,8 @@ class ClientSession(_Session):
         """
         answer = self.round("open", has_gradient=list(has_gradient), unsynchronised=unsynchronised)
         self.plan = planning.make_plan(planning.from_json(answer["variables"]), has_gradient, **answer["sizes"])
+        if self.plan.digest != answer["digest"]:
+            raise ProtocolError("this rank's plan is not the server's: the ranks run different versions of mpipipe")
         channel = self._context.transport.open_channel(len(self.plan.buckets))
         credit = self._context.config.credit_bytes
         self.engine = ClientEngine(self.plan, channel, self._context.recorder, credit, deliver, SERVER)
@@ -205,6 +217,22 @@ class ServerSession(_Session):
         self.clients = list(context.clients)
         # Each client's latest metrics of this phase: (logs, samples).
         self.latest: dict[int, tuple[Message, int]] = {}
+        # What clients did before there was an engine to tell.
+        self._before_engine: list[m.ServerEvent] = []
+        self._lock = threading.Lock()
+
+    def client_departs(self, client: int, steps: int | None) -> None:
+        """A client's script has ended, after so many steps of this session; None if it never came to it."""
+        if steps is not None:
+            self._feed(m.ClientDeparted(client, steps))
+        self.inbox.end(client)
+
+    def _feed(self, event: m.ServerEvent) -> None:
+        with self._lock:
+            if self.engine is None:
+                self._before_engine.append(event)
+            else:
+                self.engine.feed(event)
 
     def receive(self, source: int, message: Message) -> None:
         """Take a control message, on the transport's thread."""
@@ -213,8 +241,7 @@ class ServerSession(_Session):
             return
         if message["kind"] == "phase":
             self.latest[source] = (message["logs"], message["samples"])
-            if self.engine is not None:
-                self.engine.feed(m.ClientLeft(source, message["steps"]))
+            self._feed(m.ClientLeft(source, message["steps"]))
         self.inbox.put(source, message)
 
     def collect(self, kind: str) -> dict[int, Message]:
@@ -259,7 +286,7 @@ class ServerSession(_Session):
             {c: f"mpipipe {s['version']}" for c, s in said.items()}, f"mpipipe {__version__}", "the ranks run {} and {}"
         )
         theirs = {client: planning.from_json(message["variables"]) for client, message in said.items()}
-        unlike = {c: v for c, v in theirs.items() if planning.first_difference(variables, v)}
+        unlike = {c: v for c, v in theirs.items() if planning.first_difference(variables, v) is not None}
         if unlike:
             self.fail(_describe_difference(variables, unlike, self.clients))
         self._variables = tuple(variables)
@@ -267,7 +294,7 @@ class ServerSession(_Session):
         self._arrays = self._context.transport.open_channel(1)
 
     def open(self, hand_over: Deliver) -> bool:
-        """Take over from the clients which variables get a gradient and start the engine.
+        """Take over from the clients which variables get a gradient and make the engine, which is yet to be started.
 
         Args:
             hand_over: see :class:`ServerEngine`.
@@ -286,10 +313,11 @@ class ServerSession(_Session):
         sizes = {name: getattr(config, name) for name in ("piece_bytes", "fuse_bytes", "max_buckets")}
         skip_first = any(message["unsynchronised"] for message in said.values())
         variables = planning.to_json(self._variables)
-        self.answer("open", variables=variables, sizes=sizes, skip_first=skip_first)
         self.plan = planning.make_plan(self._variables, first, **sizes)
+        digest = self.plan.digest
+        self.answer("open", variables=variables, sizes=sizes, digest=digest, skip_first=skip_first)
         channel = self._context.transport.open_channel(len(self.plan.buckets))
-        self.engine = ServerEngine(
+        engine = ServerEngine(
             self.plan,
             channel,
             self._context.recorder,
@@ -299,6 +327,10 @@ class ServerSession(_Session):
             lambda client, step: self._say(client, "follow", {"step": step}),
             SERVER,
         )
+        with self._lock:
+            self.engine = engine  # the caller starts it, when there is something to hand over to
+            for event in self._before_engine:
+                engine.feed(event)
         return skip_first
 
     def collect_phase(self) -> dict[int, Message]:
@@ -310,11 +342,13 @@ class ServerSession(_Session):
         steps = max(message["steps"] for message in said.values())
         if self.engine is not None:
             self.engine.feed(m.PhaseOpened())
+        else:
+            self._before_engine.clear()
         self.latest.clear()
         self.answer("phase", steps=steps, **content)
 
     def mean_arrays(self, like: Arrays) -> list[NDArray[Any]]:
-        """The mean over clients of the arrays that each of them sends; those that are not floats are the first client's.
+        """The mean over clients of the arrays that each sends; of those that are not floats, the first client's.
 
         Args:
             like: arrays of the shapes and dtypes of those that come.
@@ -355,23 +389,23 @@ def _wait(semaphore: threading.Semaphore) -> None:
         pass
 
 
-def _describe_difference(ours: Sequence[VariableSpec], unlike: dict[int, Sequence[VariableSpec]], clients: list[int]) -> str:
+def _describe_difference(
+    ours: Sequence[VariableSpec], unlike: Mapping[int, Sequence[VariableSpec]], clients: list[int]
+) -> str:
     """Name the first layer that differs, its variable on each side, and the ranks on each side."""
-    first = next(iter(unlike))
-    theirs = unlike[first]
-    at = next(
-        (i for i, (a, b) in enumerate(zip(ours, theirs)) if (a.shape, a.dtype) != (b.shape, b.dtype)),  # noqa: B905
-        min(len(ours), len(theirs)),
-    )
-    our, their = (side[at] if at < len(side) else None for side in (ours, theirs))
-    layer = (our or their).layer  # type: ignore[union-attr]
-    same = [0, *(client for client in clients if client not in unlike)]
-    return (
-        f"the ranks have built different models. The first layer that differs is {layer!r} (variable {at}): "
-        f"{our or 'no such variable'} on {_ranks(same)}, {their or 'no such variable'} on {_ranks(list(unlike))}"
-    )
+    at = min(planning.first_difference(ours, theirs) or 0 for theirs in unlike.values())
+    having: dict[Any, list[int]] = defaultdict(list)
+    named: dict[Any, VariableSpec | None] = {}
+    for rank in [SERVER, *clients]:
+        side = unlike.get(rank, ours)
+        variable = side[at] if at < len(side) else None
+        key = variable and (variable.shape, variable.dtype)
+        named.setdefault(key, variable)
+        having[key].append(rank)
+    layer = next(variable.layer for variable in named.values() if variable is not None)
+    sides = ", ".join(f"{named[key] or 'no such variable'} on {_ranks(ranks)}" for key, ranks in having.items())
+    return f"the ranks have built different models. The first layer that differs is {layer!r} (variable {at}): {sides}"
 
 
 def _ranks(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-

@@ -38,6 +38,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             no MPI); the message says what to do.
     """
 
+    built: bool
     _ready = False  # whether there is a wrapped optimizer yet
 
     def __init__(self, optimizer: Any) -> None:
@@ -61,8 +62,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     # What Keras sees of the optimizer is the wrapped one's.
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         # Keras saves an optimizer under its class. isinstance still sees the real type first.
         return type(self.inner) if self.__dict__.get("_ready") else DistributedOptimizer
 
@@ -296,10 +297,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             VariableSpec(compat.path_of(v), tuple(int(n) for n in v.shape), compat.dtype_name(v)) for v in variables
         ]
         for spec in specs:
-            try:
-                spec.nbytes  # noqa: B018
-            except ValueError as error:
-                raise TypeError(f"{spec.path}: {error}") from None
+            if "float" not in spec.dtype and "complex" not in spec.dtype:
+                raise TypeError(f"{spec.path} is of dtype {spec.dtype}: only floats can be averaged")
         self.session.agree(specs)
         values = [compat.native(variable).numpy() for variable in variables]
         theirs = self.session.broadcast(values)
@@ -336,13 +335,16 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             assert session.engine is not None and session.plan is not None
             self._bridge = Bridge(session.plan, self._trainable_variables, session.engine.updated, lambda _: None)
             self._updater = Updater(self.inner, self._trainable_variables, self._bridge)
+            session.engine.start()
         else:
             assert has_gradient is not None
             missing = [v for v, has in zip(self._trainable_variables, has_gradient, strict=True) if not has]
             if missing:
                 warnings.warn(f"no gradient for {compat.names(missing)}: they are not trained", stacklevel=4)
             self._skip_first = session.open(
-                has_gradient, unsynchronised, lambda bucket, data: self._bridge.put(bucket, data)  # type: ignore[union-attr]
+                has_gradient,
+                unsynchronised,
+                lambda bucket, data: self._bridge.put(bucket, data),  # type: ignore[union-attr]
             )
             engine = session.engine
             self._bridge = Bridge(
@@ -392,7 +394,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             # The only Python function in this graph, so that it cannot hold up another one.
             begun = tf.numpy_function(self._wait_unless_skipped, [], tf.bool)
             begun.set_shape([])
-            tf.cond(begun, lambda: (self._updater.trace_step(), tf.constant(0))[1], lambda: tf.constant(0))
+            tf.cond(begun, self._updater.trace_step, lambda: tf.convert_to_tensor(self.inner._iterations))
         elif self._wait_unless_skipped():
             self.serve_step()
 

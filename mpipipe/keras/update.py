@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import tensorflow as tf
@@ -29,18 +30,24 @@ class Updater:
         self._whole = _needs_all_gradients(optimizer)
         if self._whole:
             logger.info("layers are updated together, at the end of the backward pass: %s", self._whole)
-        self.step = tf.function(self.trace_step, autograph=False)
 
-    def trace_step(self) -> None:
-        """In the graph: serve one step, every bucket as soon as its gradients are there."""
+    @cached_property
+    def step(self) -> Any:
+        """Serve one step: :meth:`trace_step` as a function of its own."""
+        return tf.function(self.trace_step, autograph=False).get_concrete_function()
+
+    def trace_step(self) -> Any:
+        """In the graph: serve one step, every bucket as soon as its gradients are there; returns its number."""
         if self._whole:
             self._update_all()
         else:
             for bucket in self._bridge.plan.buckets:
                 self._update(bucket)
-            self._average([v for v, has in zip(self._variables, self._bridge.plan.has_gradient, strict=True) if not has])
+            has_gradient = self._bridge.plan.has_gradient
+            self._average([v for v, has in zip(self._variables, has_gradient, strict=True) if not has])
             # Updates read the number of the step, so it may only change after all of them; TensorFlow sees to that.
             self._optimizer._iterations.assign_add(1)
+        return tf.convert_to_tensor(self._optimizer._iterations)
 
     def _update(self, bucket: Bucket) -> None:
         """What ``Optimizer.apply`` does, for the variables of one bucket."""

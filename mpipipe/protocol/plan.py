@@ -142,7 +142,8 @@ def make_plan(
             break  # only changes of dtype are left between them
         fused = wider
     total = sum(variables[v].nbytes for group in fused for v in group)
-    piece_bytes = max(piece_bytes, math.ceil(total / (MAX_TAG - len(fused))))
+    # As many bytes as it takes to stay within the tags, in whole elements of any dtype.
+    piece_bytes = max(piece_bytes, math.ceil(total / (MAX_TAG - len(fused)) / 16) * 16)
     buckets, first = [], 0
     for index, group in enumerate(fused):
         nbytes = sum(variables[v].nbytes for v in group)
@@ -183,7 +184,7 @@ def _fuse(groups: Sequence[tuple[int, ...]], variables: Sequence[VariableSpec], 
 
 def _split(bucket: int, nbytes: int, piece_bytes: int, item: int, first: int) -> tuple[Piece, ...]:
     """Pieces of equal size (but the last), each a whole number of elements."""
-    count = math.ceil(nbytes / piece_bytes)
+    count = math.ceil(nbytes / (piece_bytes - piece_bytes % item))
     size = math.ceil(nbytes / count / item) * item
     offsets = range(0, nbytes, size)
     return tuple(Piece(first + i, bucket, at, min(size, nbytes - at)) for i, at in enumerate(offsets))
@@ -199,12 +200,12 @@ def from_json(text: str) -> tuple[VariableSpec, ...]:
     return tuple(VariableSpec(path, tuple(shape), dtype) for path, shape, dtype in json.loads(text))
 
 
-def first_difference(ours: Sequence[VariableSpec], theirs: Sequence[VariableSpec]) -> str | None:
-    """What differs first between two models, in words (``ours has ..., theirs has ...`` without the names), or None.
+def first_difference(ours: Sequence[VariableSpec], theirs: Sequence[VariableSpec]) -> int | None:
+    """The position of the first variable in which two models differ, or None.
 
     Paths are not compared: Keras numbers layers per process, so equal models may differ in them.
     """
-    for number, (our, their) in enumerate(zip_longest(ours, theirs)):
+    for position, (our, their) in enumerate(zip_longest(ours, theirs)):
         if our is None or their is None or (our.shape, our.dtype) != (their.shape, their.dtype):
-            return f"variable {number}: {our or 'nothing'} here, {their or 'nothing'} there"
+            return position
     return None

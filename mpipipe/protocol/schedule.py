@@ -10,7 +10,9 @@ what has been handed over cannot be overtaken any more, so a piece that becomes 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 
+from mpipipe.errors import ProtocolError
 from mpipipe.protocol.plan import Piece, Plan
 
 
@@ -22,6 +24,9 @@ class SendWindow:
         self._credit = credit_bytes
         # Ready and not yet under way: a heap of (priority, piece index), so that pieces of a bucket keep their order.
         self._waiting: list[tuple[int, int]] = []
+        # Pieces given out and not yet reported done, by index. One can be there twice: its next step may begin before
+        # the network has let go of the last one.
+        self._started: Counter[int] = Counter()
         # Bytes of the pieces that have been given out and not yet reported done.
         self._under_way = 0
 
@@ -39,6 +44,9 @@ class SendWindow:
 
     def done(self, piece: Piece) -> list[Piece]:
         """A piece has left its buffer: returns the pieces that may start in its place."""
+        if not self._started[piece.index]:
+            raise ProtocolError(f"piece {piece.index} of bucket {piece.bucket} has left without being under way")
+        self._started[piece.index] -= 1
         self._under_way -= piece.nbytes
         return self._start()
 
@@ -50,6 +58,7 @@ class SendWindow:
             if self._under_way and self._under_way + piece.nbytes > self._credit:
                 break
             heapq.heappop(self._waiting)
+            self._started[piece.index] += 1
             self._under_way += piece.nbytes
             started.append(piece)
         return started

@@ -63,7 +63,7 @@ class ServerMachine:
 
     def start(self) -> list[ServerCommand]:
         """The receives to be ready before any client begins."""
-        return [PostReceive(c, piece) for bucket in self._plan.buckets for c in self._clients for piece in bucket.pieces]
+        return [PostReceive(client, piece) for piece in self._plan.pieces for client in self._clients]
 
     def step_of(self, bucket: int) -> int:
         """The step for which a bucket gathers gradients."""
@@ -91,13 +91,16 @@ class ServerMachine:
         if isinstance(event, Updated):
             return self._updated(event.bucket)
         if isinstance(event, BroadcastDone):
+            started = self._window.done(event.piece)
             self._broadcasting -= 1
-            return self._send(self._window.done(event.piece)) + self._end_of_phase()
+            return self._send(started) + self._end_of_phase()
         if isinstance(event, ClientLeft):
             return self._client_left(event.client, event.steps)
         if isinstance(event, ClientDeparted):
             return self._client_departed(event.client, event.steps)
         if isinstance(event, PhaseOpened):
+            if not self._ended:
+                raise ProtocolError("a phase was opened before the one before had ended")
             self._left = {client: step for client, step in self._left.items() if client in self._departed}
             self._ended = False
             return []
@@ -106,6 +109,8 @@ class ServerMachine:
     def _gradient_received(self, client: int, piece: Piece) -> list[ServerCommand]:
         bucket = piece.bucket
         step = self._gathering[bucket]
+        if client not in self._clients:
+            raise ProtocolError(f"rank {client}, which is no client, sent bucket {bucket}")
         if bucket in self._reducing:
             raise ProtocolError(f"rank {client} sent bucket {bucket} while no receive was posted for it")
         if step >= self._left.get(client, step + 1):
@@ -156,7 +161,7 @@ class ServerMachine:
         return [PostReceive(client, piece) for client in self._clients if client in senders for piece in pieces]
 
     def _updated(self, bucket: int) -> list[ServerCommand]:
-        if self._updating[bucket] >= self._gathering[bucket] + (bucket in self._reducing):
+        if self._updating[bucket] >= self._gathering[bucket]:
             raise ProtocolError(f"bucket {bucket} was updated twice in step {self._updating[bucket]}")
         self._broadcasting += len(self._plan.buckets[bucket].pieces)
         self._updating[bucket] += 1
@@ -166,6 +171,8 @@ class ServerMachine:
         return [Broadcast(piece, self._updating[piece.bucket] - 1) for piece in pieces]
 
     def _client_left(self, client: int, steps: int) -> list[ServerCommand]:
+        if client not in self._clients:
+            raise ProtocolError(f"rank {client}, which is no client, left")
         if client in self._left:
             raise ProtocolError(f"rank {client} left twice")
         for bucket, step in enumerate(self._gathering):

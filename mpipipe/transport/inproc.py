@@ -13,6 +13,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mpipipe.transport.base import Buffer, Channel, Done, OnControl, Transport
@@ -129,22 +130,25 @@ class Network:
         possible: list[Callable[[], list[Done]]] = []
         for key, sends in self._sends.items():
             if sends and self._lost(key):
-                possible.append(lambda sends=sends: [sends.popleft().done])  # type: ignore[misc]
+                possible.append(partial(self._lose, key))
             elif sends and self._receives[key]:
-                possible.append(lambda key=key: self._deliver(key))  # type: ignore[misc]
+                possible.append(partial(self._deliver, key))
         for lane, roots in self._roots.items():
             for rank in range(self.size):
                 if rank not in self._dead and any(rank in missing for _, missing in roots):
-                    if self._takers[(*lane, rank)]:  # type: ignore[misc]
-                        possible.append(lambda lane=lane, rank=rank: self._take(lane, rank))  # type: ignore[misc]
+                    if self._takers[(*lane, rank)]:
+                        possible.append(partial(self._take, lane, rank))
         for (source, dest), messages in self._control.items():
             if messages and dest in self._handlers and not self._dead & {source, dest}:
-                possible.append(lambda s=source, d=dest: self._deliver_control(s, d))  # type: ignore[misc]
+                possible.append(partial(self._deliver_control, source, dest))
         return possible
 
     def _lost(self, key: Any) -> bool:
         _, source, dest, tag = key
         return bool(self._dead & {source, dest}) or (self._drop is not None and self._drop(source, dest, tag))
+
+    def _lose(self, key: tuple[int, ...]) -> list[Done]:
+        return [self._sends[key].popleft().done]
 
     def _deliver(self, key: tuple[int, ...]) -> list[Done]:
         sent, received = self._sends[key].popleft(), self._receives[key].popleft()

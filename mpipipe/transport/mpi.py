@@ -167,9 +167,7 @@ class MPIChannel(Channel):
 
     def isend(self, dest: int, tag: int, buffer: Buffer, done: Done) -> None:
         """See :meth:`Channel.isend`."""
-        self._transport.submit(
-            lambda: self._transport._add(self._direct.Isend([buffer, MPI.BYTE], dest, tag), done)
-        )
+        self._transport.submit(lambda: self._transport._add(self._direct.Isend([buffer, MPI.BYTE], dest, tag), done))
 
     def irecv(self, source: int, tag: int, buffer: Buffer, done: Done) -> None:
         """See :meth:`Channel.irecv`."""
@@ -179,11 +177,8 @@ class MPIChannel(Channel):
 
     def ibcast(self, lane: int, root: int, buffer: Buffer, done: Done) -> None:
         """See :meth:`Channel.ibcast`."""
-        self._transport.submit(
-            lambda: self._transport._add(self._lanes[lane].Ibcast([buffer, MPI.BYTE], root), done)
-        )
+        self._transport.submit(lambda: self._transport._add(self._lanes[lane].Ibcast([buffer, MPI.BYTE], root), done))
 
 
 def _hold(buffer: Buffer) -> None:
     """Keep a buffer alive until its message has left: a callback that owns it."""
-

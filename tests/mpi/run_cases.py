@@ -27,4 +27,3 @@ for name, function in list(vars(module).items()):
         print(f"FAILED {name} {rank}\n{traceback.format_exc()}", flush=True)
         raise
     print(f"PASSED {name} {rank}", flush=True)
-faulthandler.cancel_dump_traceback_later()

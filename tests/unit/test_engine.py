@@ -93,10 +93,8 @@ class Run:
     def _server(self) -> list[bytes]:
         transport, plan = self.network.transports[0], self.plan
         weights = first_weights(plan)
-        ready = threading.Event()
 
         def hand_over(bucket: int, mean: Buffer) -> None:
-            ready.wait()
             weights[bucket] = sgd(weights[bucket], plain.decode(mean, plan.buckets[bucket].dtype))
             engine.updated(bucket, plain.encode(weights[bucket]))
 
@@ -106,7 +104,7 @@ class Run:
         channel = transport.open_channel(len(plan.buckets))
         clients = list(range(1, self.network.size))
         engine = ServerEngine(plan, channel, self.recorders[0], self._credit, clients, hand_over, tell)
-        ready.set()
+        engine.start()
         transport.on_control(lambda source, message: engine.feed(m.ClientLeft(source, message["left"])))
         total = 0
         for phase in self.phases:
@@ -271,7 +269,8 @@ def test_a_run_that_cannot_go_on_ends_on_the_engines_thread_with_an_error_that_s
     engine = ServerEngine(
         small_plan(), HaltingChannel(), Recorder(keep=False), 1024, [1, 2], lambda *_: None, lambda *_: None
     )
-    engine.depart(1, 0)
+    engine.start()
+    engine.feed(m.ClientDeparted(1, 0))
     engine.feed(m.GradientReceived(2, engine.plan.pieces[0]))
     error = caught.get(timeout=SECONDS)
     assert error.exc_type is DisagreementError
@@ -288,6 +287,7 @@ def test_the_mean_that_is_handed_over_is_in_rank_order_and_new_memory():
         plan, channels[0], Recorder(keep=False), 1024, [1, 2],
         lambda bucket, data: handed.put((bucket, data.tobytes())), lambda *_: None,
     )  # fmt: skip
+    engine.start()
     parts = [np.array([0.1, 1e8, -3, 5], np.float32), np.array([0.2, -1e8, 4, 7], np.float32)]
     for channel, part in zip(channels[1:], parts, strict=True):
         channel.isend(0, 0, plain.encode(part), lambda: None)

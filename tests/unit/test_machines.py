@@ -41,7 +41,7 @@ def uneven_steps(most_clients: int = 5, most_steps: int = 4, most_phases: int = 
 # ------------------------------------------------------------------------------------------- whatever the order
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(plan=PLANS, steps=uneven_steps(), credit=CREDITS, seed=SEEDS, lockstep=st.booleans())
 def test_every_bucket_is_updated_once_a_step_with_all_that_take_part_and_nothing_is_left_over(
     plan, steps, credit, seed, lockstep

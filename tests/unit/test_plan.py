@@ -257,18 +257,16 @@ def test_layers_that_are_only_numbered_differently_make_no_difference():
     assert first_difference(dense("dense_1", 3, 4), dense("dense_7", 3, 4)) is None
 
 
-def test_the_first_difference_is_told_with_both_shapes():
-    text = first_difference(dense("a", 3, 4) + dense("b", 4, 5), dense("a", 3, 4) + dense("b", 4, 6))
-    assert "variable 2" in text and "b/kernel (4, 5) float32" in text and "b/kernel (4, 6) float32" in text
+def test_a_different_shape_is_a_difference():
+    assert first_difference(dense("a", 3, 4) + dense("b", 4, 5), dense("a", 3, 4) + dense("b", 4, 6)) == 2
 
 
 def test_a_different_dtype_is_a_difference():
-    assert "bfloat16" in first_difference(dense("a", 3, 4), dense("a", 3, 4, "bfloat16"))
+    assert first_difference(dense("a", 3, 4), dense("a", 3, 4, "bfloat16")) == 0
 
 
 @pytest.mark.parametrize("longer", [0, 1])
 def test_a_missing_layer_is_a_difference(longer):
     sides = [dense("a", 3, 4), dense("a", 3, 4)]
     sides[longer] += dense("b", 4, 5)
-    text = first_difference(*sides)
-    assert "variable 2" in text and "nothing" in text and "b/kernel (4, 5)" in text
+    assert first_difference(*sides) == 2

@@ -243,6 +243,7 @@ def opening(steps: Callable[[int, Any], Any]) -> Callable[[int, Any], Any]:
                 session.engine.updated(bucket, plain.encode(new))
 
             session.open(update)
+            session.engine.start()
             ready.set()
         else:
             session.delivered = threading.Semaphore(0)
@@ -329,7 +330,7 @@ def delay_the_servers_engine(monkeypatch: Any, until: Callable[[], bool]) -> Non
 def test_clients_that_end_a_phase_before_the_servers_engine_is_there_are_not_forgotten(world, monkeypatch):
     made = world(2)
     delay_the_servers_engine(monkeypatch, lambda: made.sessions[0].inbox.peek() is not None)
-    assert made.run(opening(without_steps), seconds=3.0) == {0: False, 1: 0}
+    assert made.run(opening(without_steps), seconds=5.0) == {0: False, 1: 0}
 
 
 def test_clients_whose_scripts_end_before_the_servers_engine_is_there_are_not_forgotten(world, monkeypatch):
@@ -346,7 +347,7 @@ def test_clients_whose_scripts_end_before_the_servers_engine_is_there_are_not_fo
 
     made.start(opening(steps))
     try:
-        error = caught.get(timeout=3.0)
+        error = caught.get(timeout=5.0)
     except queue.Empty:
         pytest.fail("the others wait for the client for ever")
     finally:
@@ -393,7 +394,7 @@ def test_a_client_whose_script_has_ended_while_the_server_waits_for_it_is_an_err
 
     ranks = made.start(act)
     try:
-        outcomes = ranks.join(2.0, only={0, *range(1, others)})
+        outcomes = ranks.join(5.0, only={0, *range(1, others)})
     finally:
         made.contexts[others]._bye.set()
     assert_all_disagree({rank: outcomes[rank] for rank in range(others)}, f"rank {others}", "starting fit")

@@ -66,11 +66,12 @@ def fit(model, x, y, batch_size=8, epochs=1, **arguments):
 
 def train_function(model, optimizer, graph=True):
     """One step of a loop of the user's own."""
+
     def step(x, y):
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
         gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss
 
     return tf.function(step) if graph else step

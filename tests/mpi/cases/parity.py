@@ -50,7 +50,9 @@ def compare(case, make_optimizer, limit=1e-6, metrics=()):
 
 
 def case_sgd_with_nesterov_momentum():
-    compare("sgd_with_nesterov_momentum", lambda: keras.optimizers.SGD(0.003, momentum=0.9, nesterov=True), metrics=["mae"])
+    compare(
+        "sgd_with_nesterov_momentum", lambda: keras.optimizers.SGD(0.003, momentum=0.9, nesterov=True), metrics=["mae"]
+    )
 
 
 def case_adam():

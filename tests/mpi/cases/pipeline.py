@@ -52,7 +52,12 @@ class First(keras.layers.Dense):
 
 def build():
     return keras.Sequential(
-        [keras.Input((8,)), First(16, activation="tanh"), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(1)]
+        [
+            keras.Input((8,)),
+            First(16, activation="tanh"),
+            keras.layers.Dense(16, activation="tanh"),
+            keras.layers.Dense(1),
+        ]
     )
 
 

@@ -8,9 +8,9 @@ from cases.common import RANK, SIZE, assert_same_everywhere, compiled, fit, mlp,
 import mpipipe as mp
 
 
-def train(model, x, y, **arguments):
+def train(model, x, y, optimizer="adam", **arguments):
     keras.utils.set_random_seed(RANK)
-    fit(compiled(model, "adam"), x, y, **arguments)
+    fit(compiled(model, optimizer), x, y, **arguments)
     assert_same_everywhere(model.get_weights())
     return model.optimizer.session.plan
 
@@ -21,7 +21,7 @@ def case_one_layer():
 
 def case_200_layers():
     x, y = regression(samples=16 * (SIZE - 1))
-    plan = train(mlp(layers=200, width=72), x, y)
+    plan = train(mlp(layers=200, width=72), x, y, "sgd")
     record("200_layers", f"{len(plan.buckets)} buckets, {len(plan.pieces)} pieces")
     assert 1 < len(plan.buckets) <= 64
 
@@ -29,17 +29,15 @@ def case_200_layers():
 def case_a_layer_of_64_mib_travels_in_pieces():
     x, y = regression(samples=8 * (SIZE - 1), features=2048)
     keras.utils.set_random_seed(RANK)
-    model = keras.Sequential(
-        [keras.Input((2048,)), keras.layers.Dense(8192, use_bias=False), keras.layers.Dense(1)]
-    )
-    plan = train(model, x, y, batch_size=8)
+    model = keras.Sequential([keras.Input((2048,)), keras.layers.Dense(8192, use_bias=False), keras.layers.Dense(1)])
+    plan = train(model, x, y, "sgd", batch_size=8)
     assert plan.buckets[0].nbytes == 64 << 20
     assert len(plan.buckets[0].pieces) == 16
 
 
 def case_hundreds_of_tiny_variables_are_fused():
     x, y = regression()
-    plan = train(mlp(layers=150, width=4), x, y, batch_size=24)
+    plan = train(mlp(layers=150, width=4), x, y, "sgd", batch_size=24)
     assert len(plan.variables) == 300 and len(plan.buckets) < 5
 
 

@@ -47,7 +47,11 @@ class Lazy(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.first, self.norm, self.last = keras.layers.Dense(16), keras.layers.BatchNormalization(), keras.layers.Dense(1)
+        self.first, self.norm, self.last = (
+            keras.layers.Dense(16),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(1),
+        )
 
     def call(self, x, training=False):
         return self.last(self.norm(tf.nn.tanh(self.first(x)), training=training))
@@ -75,6 +79,7 @@ def case_the_server_runs_no_model_and_reads_no_data():
     type(model).call = lambda self, *a, **k: (called.append(1), call(self, *a, **k))[1]
     try:
         if RANK == 0:
+
             def generator():
                 raise AssertionError("the server has read its data")
                 yield x, y
@@ -390,7 +395,9 @@ def case_a_saved_model_holds_the_plain_optimizer_and_opens_without_mpipipe():
             assert "Skipping variable loading" not in run.stderr, run.stderr
             module, name, iterations, sums = json.loads(run.stdout.splitlines()[-1])
             assert (module.split(".")[0], name, iterations) == ("keras", "Adam", 6)
-            np.testing.assert_allclose(sums, [float(abs(v.numpy()).sum()) for v in model.optimizer.variables], rtol=1e-6)
+            np.testing.assert_allclose(
+                sums, [float(abs(v.numpy()).sum()) for v in model.optimizer.variables], rtol=1e-6
+            )
     WORLD.Barrier()
 
 
