@@ -4,6 +4,9 @@
 class MpipipeError(RuntimeError):
     """Base of all errors raised by mpipipe; printed without a traceback when nobody catches it."""
 
+    # Asks AutoGraph, by its own convention, not to wrap the error in one of another type where a step is traced.
+    ag_pass_through = True
+
 
 class ConfigError(MpipipeError):
     """A setting has a value that it cannot have."""

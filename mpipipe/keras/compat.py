@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
 from mpipipe.errors import EnvironmentProblem
 
+_WRONG_BACKEND = "Keras runs on the backend {!r}, mpipipe needs KERAS_BACKEND=tensorflow"
+# Before Keras is imported: with a backend that is not installed, that fails with an error about the backend's package.
+if (_wanted := os.environ.get("KERAS_BACKEND") or "tensorflow") != "tensorflow":
+    raise EnvironmentProblem(_WRONG_BACKEND.format(_wanted))
 try:
     import tensorflow as tf
 except ImportError as error:
@@ -14,7 +19,7 @@ except ImportError as error:
         f"TensorFlow cannot be imported ({error}): install it with `pip install 'mpipipe[tensorflow-cpu]'` "
         "(or mpipipe[tensorflow], for GPUs)"
     ) from None
-import keras
+import keras  # noqa: E402
 
 # The oldest and the newest that are tested.
 OLDEST_KERAS, NEWEST_KERAS = (3, 3), (3, 15)
@@ -28,7 +33,7 @@ def check_environment() -> None:
     """
     backend = keras.backend.backend()
     if backend != "tensorflow":
-        raise EnvironmentProblem(f"Keras runs on the backend {backend!r}, mpipipe needs KERAS_BACKEND=tensorflow")
+        raise EnvironmentProblem(_WRONG_BACKEND.format(backend))
     version = tuple(int(part) for part in keras.__version__.split(".")[:2])
     if version < OLDEST_KERAS:
         raise EnvironmentProblem(

@@ -4,7 +4,6 @@ import faulthandler
 import importlib
 import os
 import sys
-import traceback
 
 faulthandler.enable()
 if limit := os.environ.get("MPIPIPE_TEST_LIMIT"):
@@ -24,6 +23,6 @@ for name, function in list(vars(module).items()):
     try:
         function()
     except BaseException:
-        print(f"FAILED {name} {rank}\n{traceback.format_exc()}", flush=True)
+        print(f"FAILED {name} {rank}", flush=True)
         raise
     print(f"PASSED {name} {rank}", flush=True)

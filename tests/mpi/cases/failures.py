@@ -1,0 +1,157 @@
+"""Ranks that do not do the same, one failure a job: run with its name; each ends non-zero on all ranks.
+
+Not a list of cases: every function here is run alone by test_failures.py, which looks at how the job ends.
+"""
+
+import os
+import sys
+import threading
+import time
+
+import keras
+from cases.common import RANK, SIZE, WORLD, compiled, fit, mlp, regression, train_function
+
+import mpipipe as mp
+
+SETTINGS = {"fuse_bytes": 0}
+
+
+def first_step_now():
+    """All ranks are here: what follows has to end within 10 s of this moment."""
+    WORLD.Barrier()
+    if RANK == 0:
+        print(f"FIRST STEP {time.time():.3f}", flush=True)
+
+
+def long_fit(model, **arguments):
+    """A training that would take far longer than a test."""
+    x, y = regression()
+    started = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: None)
+    return fit(model, x, y, epochs=100_000, callbacks=[started, *arguments.pop("callbacks", [])], **arguments)
+
+
+def at_step(number, action):
+    """A callback that does something in the middle of training."""
+    seen = []
+
+    def on_batch(batch, logs):
+        seen.append(batch)
+        if len(seen) == number:
+            print(f"FIRST STEP {time.time():.3f}", flush=True)
+            action()
+
+    return keras.callbacks.LambdaCallback(on_train_batch_end=on_batch)
+
+
+def fail():
+    raise ZeroDivisionError("the user's own mistake")
+
+
+def case_models_differ_in_a_shape():
+    model = mlp(layers=4, width=16)
+    if RANK == 2:
+        inputs = keras.Input((8,))
+        hidden = keras.layers.Dense(16)(inputs)
+        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(17, name="odd")(hidden)))
+    first_step_now()
+    long_fit(compiled(model))
+
+
+def case_lazy_models_differ_in_a_custom_loop():
+    x, y = mp.shard(*regression())
+    model = keras.Sequential([keras.layers.Dense(16), keras.layers.Dense(8 if RANK == 1 else 1)])
+    optimizer = mp.DistributedOptimizer("sgd")
+    step = train_function(model, optimizer)
+    first_step_now()
+    while True:
+        step(x, y)
+
+
+def case_exception_on_a_client_in_fit():
+    long_fit(compiled(mlp()), callbacks=[at_step(5, fail)] if RANK == 1 else [])
+
+
+def case_exception_on_the_server_in_fit():
+    long_fit(compiled(mlp()), callbacks=[at_step(5, fail)] if RANK == 0 else [])
+
+
+def case_exception_in_a_custom_loop():
+    x, y = mp.shard(*regression())
+    model, optimizer = mlp(), mp.DistributedOptimizer("sgd")
+    step = train_function(model, optimizer)
+    for number in range(1_000_000):
+        step(x, y)
+        if number == 5 and RANK == 2:
+            print(f"FIRST STEP {time.time():.3f}", flush=True)
+            fail()
+
+
+def case_sys_exit_on_a_client_in_fit():
+    long_fit(compiled(mlp()), callbacks=[at_step(5, lambda: sys.exit(0))] if RANK == 2 else [])
+
+
+def case_sys_exit_on_the_server_in_fit():
+    long_fit(compiled(mlp()), callbacks=[at_step(5, lambda: sys.exit(3))] if RANK == 0 else [])
+
+
+def case_sys_exit_0_in_a_custom_loop():
+    x, y = mp.shard(*regression())
+    model, optimizer = mlp(), mp.DistributedOptimizer("sgd")
+    step = train_function(model, optimizer)
+    for number in range(1_000_000):
+        step(x, y)
+        if number == 5 and RANK == 1:
+            print(f"FIRST STEP {time.time():.3f}", flush=True)
+            sys.exit(0)
+
+
+def case_the_server_leaves_a_custom_loop():
+    x, y = mp.shard(*regression())
+    model, optimizer = mlp(), mp.DistributedOptimizer("sgd")
+    step = train_function(model, optimizer)
+    for _ in range(5 if RANK == 0 else 1_000_000):
+        step(x, y)
+    if RANK == 0:
+        print(f"FIRST STEP {time.time():.3f}", flush=True)
+
+
+def case_only_the_server_fits():
+    model = compiled(mlp())
+    first_step_now()
+    if RANK == 0:
+        long_fit(model)
+
+
+def case_exception_in_a_helper_thread_of_ours():
+    model = compiled(mlp())
+
+    def break_the_transport():
+        time.sleep(1)
+        print(f"FIRST STEP {time.time():.3f}", flush=True)
+        mp.init().transport.submit(fail)
+
+    if RANK == 1:
+        threading.Thread(target=break_the_transport, daemon=True).start()
+    long_fit(model)
+
+
+def case_a_gradient_that_only_one_client_has():
+    x, y = mp.shard(*regression())
+    model, optimizer = mlp(), mp.DistributedOptimizer("sgd")
+    if mp.is_server():
+        first_step_now()
+        optimizer.serve(model)
+    else:
+        model.layers[1].trainable = True
+        first_step_now()
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x) - y)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        if RANK == 2:
+            gradients[1] = None
+        optimizer.apply(gradients, model.trainable_variables)
+
+
+assert SIZE > 2 or os.environ.get("OMPI_COMM_WORLD_SIZE") is None
