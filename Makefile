@@ -37,7 +37,7 @@ $(MPICH)/installed: | install
 $(OLDEST)/installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python $(PIP_INSTALL) --editable '.[$(TENSORFLOW),mpi,examples,dev]' \
-	    '$(TENSORFLOW)==2.16.*' 'keras==3.3.*' 'numpy<2'
+	    '$(TENSORFLOW)==2.16.*' 'keras==3.7.*' 'numpy<2'
 	touch $@
 
 test: lint test-newest test-oldest

@@ -21,8 +21,8 @@ except ImportError as error:
     ) from None
 import keras  # noqa: E402
 
-# The oldest and the newest that are tested.
-OLDEST_KERAS, NEWEST_KERAS = (3, 3), (3, 15)
+# The oldest that is tested, with TensorFlow 2.16. Those before drop batches with steps_per_execution above 1.
+OLDEST_KERAS = (3, 7)
 
 
 def check_environment() -> None:
@@ -38,7 +38,7 @@ def check_environment() -> None:
     if version < OLDEST_KERAS:
         raise EnvironmentProblem(
             f"Keras {keras.__version__} is too old: mpipipe needs {'.'.join(map(str, OLDEST_KERAS))} or newer "
-            "(TensorFlow 2.16 or newer)"
+            "(it runs on TensorFlow 2.16 or newer)"
         )
     if tf.distribute.has_strategy():
         strategy = type(tf.distribute.get_strategy()).__name__
@@ -108,7 +108,9 @@ def state_of(model: Any) -> list[Any]:
 
 def native(variable: Any) -> Any:
     """The ``tf.Variable`` in a Keras variable."""
-    return variable.value if isinstance(variable, keras.Variable) else variable
+    from keras.src.backend import Variable  # in older versions keras.Variable is another class
+
+    return variable.value if isinstance(variable, Variable) else variable
 
 
 def path_of(variable: Any) -> str:

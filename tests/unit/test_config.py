@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -99,3 +100,9 @@ def test_settings_and_environment_variables_are_one_to_one_and_each_has_a_meanin
     assert [row[0] for row in rows] == [field.name for field in dataclasses.fields(Config)]
     assert all(row[1] == variable_name(row[0]) == "MPIPIPE_" + row[0].upper() for row in rows)
     assert all(row[3] for row in rows)
+
+
+def test_the_readme_shows_every_setting_as_it_is():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    for name, variable, default, meaning in table():
+        assert f"| `{name}` | `{variable}` | `{default}` | {meaning} |" in readme
