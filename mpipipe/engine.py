@@ -81,6 +81,7 @@ class ClientEngine(_Engine):
         self._server = server
         self._gradients: dict[int, Buffer] = {}
         self._weights = self._buffers()
+        self._delivered = [-1] * len(plan.buckets)  # the last step whose weights went to the training step
         self._followed: set[int] = set()
         self._changed = threading.Condition()
         self._unhandled = 0  # events handed in and not yet handled
@@ -97,6 +98,10 @@ class ClientEngine(_Engine):
         """A bucket's gradient is ready; ``data`` must stay untouched until its weights are delivered."""
         self._gradients[bucket] = data
         self.feed(m.GradientReady(bucket))
+
+    def assigned(self, bucket: int) -> None:
+        """The training step has put the weights that were last delivered into the variables."""
+        self._recorder.mark("assigned", bucket, self._delivered[bucket])
 
     def settle(self, steps: int = 0) -> int:
         """Wait until nothing is under way and at least so many steps are done; returns how many are."""
@@ -124,6 +129,7 @@ class ClientEngine(_Engine):
                 if command.followed:
                     self._followed.add(command.bucket)
                 else:
+                    self._delivered[command.bucket] = command.step
                     self._deliver(command.bucket, self._weights[command.bucket])
         with self._changed:
             self._unhandled -= 1

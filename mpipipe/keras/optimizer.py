@@ -329,7 +329,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def _open(self, has_gradient: list[bool] | None, *, unsynchronised: bool) -> None:
         """Agree on which variables get a gradient; make the bridge and, on the server, the update."""
-        session, recorder = self.session, self._context.recorder
+        session = self.session
         if isinstance(session, ServerSession):
             self._skip_first = session.open(lambda bucket, data: self._bridge.put(bucket, data))  # type: ignore[union-attr]
             assert session.engine is not None and session.plan is not None
@@ -351,7 +351,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
                 session.plan,
                 self._trainable_variables,
                 engine.gradient,
-                lambda bucket: recorder.mark("assigned", bucket, int(self.inner._iterations)),
+                engine.assigned,
             )
         self._context.closers.append(self._bridge.close)
         if self._skip_first and self._context.is_server:

@@ -1,0 +1,42 @@
+"""The examples train to the accuracy that the README promises, and print nothing without a rank's prefix."""
+
+import json
+import re
+
+import pytest
+
+from tests.mpi.harness import ROOT, mpirun
+
+KINDS = {0: {"received", "reduced", "updated", "broadcast"}, 1: {"ready", "sent", "received", "assigned"}}
+
+
+def accuracy(job):
+    assert job.returncode == 0, job.output
+    return float(re.search(r"^held-out accuracy ([\d.]+)", job.output, re.MULTILINE)[1])
+
+
+def test_the_digits_reach_97_percent_and_every_bucket_is_on_the_timeline(tmp_path):
+    timeline = tmp_path / "timeline"
+    job = mpirun("openmpi", 4, str(ROOT / "examples/train.py"), cwd=tmp_path, env={"MPIPIPE_TIMELINE": str(timeline)})
+    assert accuracy(job) >= 0.97
+    assert (tmp_path / "model.keras").is_file()
+    # Only the server draws Keras's progress bar.
+    assert job.output.count("Epoch 1/12") == 1
+    for rank, kinds in KINDS.items():
+        marks = [json.loads(line) for line in (timeline / f"rank-{rank}.jsonl").read_text().splitlines()]
+        steps = {mark["step"] for mark in marks}
+        buckets = {mark["bucket"] for mark in marks}
+        assert steps == set(range(180)) and len(buckets) > 1
+        for kind in kinds:
+            found = {(mark["step"], mark["bucket"]) for mark in marks if mark["kind"] == kind}
+            assert found == {(step, bucket) for step in steps for bucket in buckets}, (rank, kind)
+
+
+def test_the_custom_loop_reaches_97_percent(tmp_path):
+    assert accuracy(mpirun("openmpi", 4, str(ROOT / "examples/custom_loop.py"), cwd=tmp_path)) >= 0.97
+
+
+@pytest.mark.parametrize("example", ["train.py", "custom_loop.py"])
+def test_alone(tmp_path, example):
+    job = mpirun("openmpi", 1, str(ROOT / "examples" / example), "--epochs", "1", cwd=tmp_path)
+    assert accuracy(job) > 0.5
