@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mpipipe import launcher, logs
 from mpipipe.config import Config
 from mpipipe.errors import DisagreementError, EnvironmentProblem, MpipipeError
-from mpipipe.session import _PLACES, SERVER, ClientSession, ServerSession
+from mpipipe.session import PLACES, SERVER, ClientSession, ServerSession
 from mpipipe.trace import Recorder
 from mpipipe.transport.base import Transport
 
@@ -162,7 +162,7 @@ class Context:
             for session in self._sessions:
                 waiting = session.inbox.peek()
                 if waiting is not None:
-                    self._left_behind(f"rank {waiting[0]} is {_PLACES[waiting[1]['kind']]}")
+                    self._left_behind(f"rank {waiting[0]} is {PLACES[waiting[1]['kind']]}")
                 if isinstance(session, ServerSession) and session.engine and session.engine.step_waits:
                     self._left_behind("clients go on with another step")
             if self._early:

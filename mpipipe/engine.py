@@ -184,6 +184,7 @@ class ServerEngine(_Engine):
         # True for each step begun, False for each end of a phase, in order.
         self._steps: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._begun = self._waited = 0  # steps put into that queue, and taken from it
+        self._ended = False  # whether the end of the phase has been taken from it
 
     def start(self) -> None:
         """Post the receives and begin: from now on gradients are handed over."""
@@ -191,15 +192,26 @@ class ServerEngine(_Engine):
             self._execute(command)
         self._thread.start()
 
+    def open_phase(self) -> None:
+        """The clients that have ended the phase may take part again."""
+        self._ended = False
+        self.feed(m.PhaseOpened())
+
     def wait_step(self) -> bool:
-        """Wait until a client begins the next step (True), or until all have ended the phase (False)."""
-        while True:
+        """Wait until a client begins the next step (True), or until all have ended the phase (False).
+
+        Once a phase has ended, that is the answer until the next one is opened.
+        """
+        while not self._ended:
             try:
                 began = self._steps.get(timeout=1.0)  # in slices, so that an interrupt gets through
             except queue.Empty:
                 continue
-            self._waited += began
-            return began
+            if began:
+                self._waited += 1
+                return True
+            self._ended = True
+        return False
 
     @property
     def step_waits(self) -> bool:

@@ -34,7 +34,7 @@ Message = dict[str, Any]
 SERVER = 0
 
 # What a client does in each round, for the message that says that two ranks are at different places.
-_PLACES = {
+PLACES = {
     "agree": "building its optimizer",
     "open": "computing its first gradients",
     "fit": "starting fit",
@@ -255,7 +255,7 @@ class ServerSession(_Session):
             message = self.inbox.take(client)
             if message["kind"] != kind:
                 self.fail(
-                    f"rank {client} is {_PLACES[message['kind']]} while the server (rank 0) is {_PLACES[kind]}: "
+                    f"rank {client} is {PLACES[message['kind']]} while the server (rank 0) is {PLACES[kind]}: "
                     "every rank must make the same calls in the same order"
                 )
             said[client] = message
@@ -341,7 +341,7 @@ class ServerSession(_Session):
         """Answer the end of a phase: whatever the clients do next, all of them may take part again."""
         steps = max(message["steps"] for message in said.values())
         if self.engine is not None:
-            self.engine.feed(m.PhaseOpened())
+            self.engine.open_phase()
         else:
             self._before_engine.clear()
         self.latest.clear()

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from mpipipe import context as running
-from mpipipe.errors import DisagreementError, MpipipeError
+from mpipipe.errors import MpipipeError
 from mpipipe.keras import compat, trainer
 from mpipipe.keras.bridge import Bridge
 from mpipipe.keras.update import Updater
@@ -372,7 +372,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         given = [gradient is not None for gradient in grads]
         if given != list(plan.has_gradient):
             changed = [v for v, a, b in zip(self._trainable_variables, given, plan.has_gradient, strict=True) if a != b]
-            raise DisagreementError(
+            raise MpipipeError(
                 f"the variables that get a gradient have changed since the first step: {compat.names(changed)}"
             )
         for bucket in plan.buckets:

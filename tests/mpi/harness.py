@@ -16,6 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CASES = Path(__file__).parent / "cases"
 MPIS = ("openmpi", "mpich")
+# Figures for the end of the suite's output, see conftest.py.
+RECORDED: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,7 @@ def run_cases(mpi: str, ranks: int, module: str, *environment: str, limit: float
 
 
 def check_case(job: Job, case: str, ranks: int) -> None:
-    """Fail with what the ranks printed unless every rank has passed a case; print what they want to have recorded."""
+    """Fail with what the ranks printed unless every rank has passed a case; keep what they want to have recorded."""
     passed = {int(match[1]) for match in re.finditer(rf"^PASSED {case} (\d+)$", job.output, re.MULTILINE)}
-    for line in job.lines(f"RECORD {case} "):
-        print(line)
+    RECORDED.extend(sorted(line.removeprefix("RECORD ") for line in job.lines(f"RECORD {case} ")))
     assert passed == set(range(ranks)), f"{case} passed on ranks {sorted(passed)} of {ranks}:\n{job.output[-12000:]}"

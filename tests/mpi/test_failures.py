@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.mpi.harness import MPIS, ROOT, mpirun
+from tests.mpi.harness import MPIS, RECORDED, ROOT, mpirun
 
 # What happens, and what must be said of it, once.
 FAILURES = {
@@ -42,7 +42,7 @@ def test_all_ranks_end_within_10_seconds_with_one_message(mpi, failure):
     said = re.findall(FAILURES[failure], job.output)
     assert len(said) == 1, job.output
     first_step = float(re.search(r"FIRST STEP ([\d.]+)", job.output)[1])
-    print(f"ended {ended - first_step:.1f} s after the first step")
+    RECORDED.append(f"{failure} ({mpi}): ended {ended - first_step:.1f} s after the first step")
     assert ended - first_step < 10, job.output
 
 

@@ -111,7 +111,7 @@ class Run:
             while engine.wait_step():
                 total += 1
             assert not engine.step_waits
-            engine.feed(m.PhaseOpened())
+            engine.open_phase()
             for client in clients:
                 transport.send_control(client, {"steps": total})
             assert total == sum(max(p) for p in self.phases[: self.phases.index(phase) + 1])

@@ -355,6 +355,17 @@ def case_the_same_loop_on_the_server():
     assert_same_everywhere(model.get_weights())
 
 
+def case_a_loop_on_the_server_that_is_longer_than_the_clients():
+    x, y = mp.shard(*regression())
+    model, optimizer = mlp(), mp.DistributedOptimizer("adam")
+    step = train_function(model, optimizer)
+    for _ in range(9 if RANK == 0 else 3 + RANK):
+        step(x, y)
+    optimizer.finish(model)
+    assert_same_everywhere(model.get_weights())
+    assert everywhere(int(optimizer.iterations)) == [3 + SIZE - 1] * SIZE
+
+
 def case_serve_until_every_client_has_finished():
     x, y = mp.shard(*regression())
     model, optimizer = with_batch_norm(), mp.DistributedOptimizer("adam")
