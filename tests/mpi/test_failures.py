@@ -19,8 +19,8 @@ FAILURES = {
     "lazy_models_differ_in_a_custom_loop": r"\(16, 1\) float32 on ranks 0, 2, .*\(16, 8\) float32 on rank 1",
     "exception_on_a_client_in_fit": r"\[mpipipe 1\] ZeroDivisionError: the user's own mistake",
     "exception_on_the_server_in_fit": r"\[mpipipe 0\] ZeroDivisionError: the user's own mistake",
-    "exception_in_a_custom_loop": r"\[mpipipe 2\] ZeroDivisionError: the user's own mistake",
-    "sys_exit_on_a_client_in_fit": r"\[mpipipe 2\] this rank's script ended in the middle of fit",
+    "exception_in_a_custom_loop": r"\[mpipipe 1\] ZeroDivisionError: the user's own mistake",
+    "sys_exit_on_a_client_in_fit": r"\[mpipipe 1\] this rank's script ended in the middle of fit",
     "sys_exit_on_the_server_in_fit": r"\[mpipipe 0\] this rank called sys.exit\(3\)",
     "sys_exit_0_in_a_custom_loop": r"\[mpipipe 0\] rank 1 ended after 6 steps without optimizer.finish\(\)",
     "the_server_leaves_a_custom_loop": r"\[mpipipe 0\] the server's script has ended, but clients go on",
@@ -28,6 +28,13 @@ FAILURES = {
     "exception_in_a_helper_thread_of_ours": r"\[mpipipe 1\] ZeroDivisionError: the user's own mistake",
     "a_gradient_that_only_one_client_has": r"bias gets a gradient on rank 1 but none on rank 2",
 }
+# Those that are about several clients; two ranks are enough for the others, and start sooner.
+WITH_3_RANKS = (
+    "models_differ_in_a_shape",
+    "lazy_models_differ_in_a_custom_loop",
+    "sys_exit_0_in_a_custom_loop",
+    "a_gradient_that_only_one_client_has",
+)
 # The other MPI ends jobs in its own way: that is worth a look at each way in which we ask it to.
 ON_BOTH = ("models_differ_in_a_shape", "exception_on_a_client_in_fit", "sys_exit_on_the_server_in_fit")
 
@@ -36,7 +43,8 @@ ON_BOTH = ("models_differ_in_a_shape", "exception_on_a_client_in_fit", "sys_exit
     ("mpi", "failure"), [(mpi, name) for mpi in MPIS for name in FAILURES if mpi == "openmpi" or name in ON_BOTH]
 )
 def test_all_ranks_end_within_10_seconds_with_one_message(mpi, failure):
-    job = mpirun(mpi, 3, str(ROOT / "tests/mpi/run_cases.py"), "failures", failure, limit=90)
+    ranks = 3 if failure in WITH_3_RANKS else 2
+    job = mpirun(mpi, ranks, str(ROOT / "tests/mpi/run_cases.py"), "failures", failure, limit=90)
     ended = time.time()
     assert job.returncode != 0, job.output
     said = re.findall(FAILURES[failure], job.output)
