@@ -14,15 +14,22 @@ import mpipipe as mp  # noqa: E402
 sys.path.insert(0, os.path.dirname(__file__))
 module = importlib.import_module(f"cases.{sys.argv[1]}")
 only = sys.argv[2:]
+
+
+def say(line):
+    """Print a line in one write: print() makes two, between which a launcher may put what another rank says."""
+    sys.stdout.flush()
+    os.write(1, f"{line}\n".encode())
+
+
 rank = mp.init(**getattr(module, "SETTINGS", {})).rank
 for name, function in list(vars(module).items()):
     name = name.removeprefix("case_")
     if not getattr(function, "__name__", "").startswith("case_") or (only and name not in only):
         continue
-    sys.stdout.flush()
     try:
         function()
     except BaseException:
-        print(f"FAILED {name} {rank}", flush=True)
+        say(f"FAILED {name} {rank}")
         raise
-    print(f"PASSED {name} {rank}", flush=True)
+    say(f"PASSED {name} {rank}")
