@@ -22,6 +22,7 @@ def main() -> None:
     optimizer = mp.DistributedOptimizer(options.optimizer)
     compute_loss = keras.losses.SparseCategoricalCrossentropy()
     x, y = mp.shard(x, y)  # this client's part of the data
+    optimizer.synchronize(model)  # the server's weights everywhere, all of them; without it, those that are trained
     batches = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x)).batch(options.batch_size)
 
     @tf.function

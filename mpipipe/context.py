@@ -90,6 +90,14 @@ class Context:
                     session.client_departs(client, steps.get(str(number)))
         return session
 
+    def waiting(self) -> dict[int, tuple[int, str]]:
+        """At the server: the clients that wait in a round, in which optimizer's and what round."""
+        with self._lock:
+            sessions = {session.number: session.inbox.waiting() for session in self._sessions}
+            for number, messages in self._early.items():
+                sessions[number] = {source: message["kind"] for source, message in messages}
+        return {source: (number, kind) for number, waiting in sessions.items() for source, kind in waiting.items()}
+
     def _dispatch(self, source: int, message: dict[str, Any]) -> None:
         if message["kind"] == "depart":
             with self._lock:
@@ -159,22 +167,19 @@ class Context:
     def _wait_for_clients(self) -> None:
         """Wait until the clients' scripts have ended; they may not want anything from the server any more."""
         while len(self._departed) < len(self.clients):
+            for client, (_, kind) in self.waiting().items():
+                self._left_behind(f"rank {client} is {PLACES[kind]}")
             for session in self._sessions:
-                waiting = session.inbox.peek()
-                if waiting is not None:
-                    self._left_behind(f"rank {waiting[0]} is {PLACES[waiting[1]['kind']]}")
                 if isinstance(session, ServerSession) and session.engine and session.engine.step_waits:
                     self._left_behind("clients go on with another step")
-            if self._early:
-                self._left_behind("clients go on with another optimizer")
             time.sleep(0.02)
         for client in self.clients:
             self.transport.send_control(client, {"kind": "bye"})
 
     def _left_behind(self, what: str) -> None:
         self.fail(
-            f"the server's script has ended, but {what}: call optimizer.serve(model.variables) on the server, or "
-            "optimizer.finish(model.variables) after the loop on every rank"
+            f"the server's script has ended, but {what}: call optimizer.serve(model) on the server, or "
+            "optimizer.finish(model) after the loop on every rank"
         )
 
 
@@ -207,7 +212,9 @@ def init(**settings: Any) -> Context:
     logs.set_up(context.rank, context.size)
     if context.alone:
         logs.logger.info("one rank only: training as plain Keras does (start with `mpirun -np N` for more)")
-    elif not context.is_server and config.quiet:
+    if not config.quiet:
+        launcher.unquieten_tensorflow()
+    elif not context.is_server:
         logging.getLogger("tensorflow").setLevel(logging.ERROR)
     _install_hooks(context)
     _current = context
@@ -233,14 +240,15 @@ def _join() -> tuple[MPI.Intracomm | None, tuple[int, int]]:
     world = MPI.COMM_WORLD
     launched = launcher.rank_and_size()
     if world.Get_size() == 1:
-        if launched is not None and launched[1] > 1 and "SLURM_PROCID" not in os.environ:
+        if launched is not None and launched[1] > 1:
             raise EnvironmentProblem(
                 f"the launcher started {launched[1]} processes, but the MPI library "
                 f"({MPI.Get_library_version().splitlines()[0]}) sees one: mpirun and libmpi.so belong to different "
-                "MPIs; use the mpirun of that library, or name the launcher's libmpi.so in MPI4PY_LIBMPI"
+                "MPIs (or srun wants --mpi=pmix); use the mpirun of that library, or name the launcher's libmpi.so "
+                "in MPI4PY_LIBMPI"
             )
         return None, (0, 1)
-    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise EnvironmentProblem(
             "MPI was initialised for one thread only, and mpipipe calls it from one of its own: initialise it with "
             "MPI_THREAD_MULTIPLE (mpi4py's default), or let mpipipe.init() do it"

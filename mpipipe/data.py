@@ -14,7 +14,8 @@ from mpipipe import context as running
 def shard(*data: Any) -> Any:
     """This client's part of the data: with n clients, every n-th sample from its own number on.
 
-    All parts together are exactly the whole, and no part is more than one sample larger than another. On the server
+    All parts together are exactly the whole, and no part is more than one sample larger than another. Shuffle after
+    sharding: data in another order on every rank has other parts. On the server
     it is the first client's part (as a view, so it costs nothing), to build a model from.
 
     Args:

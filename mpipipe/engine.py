@@ -46,8 +46,19 @@ class _Engine(ABC):
         self._thread.join()
 
     def _run(self) -> None:
-        while (event := self._events.get()) is not None:
+        while True:
+            try:
+                event = self._events.get(timeout=1.0)
+            except queue.Empty:
+                self._idle()
+                continue
+            if event is None:
+                return
             self._handle(event)
+
+    @abstractmethod
+    def _idle(self) -> None:
+        """Nothing has happened for a second."""
 
     @abstractmethod
     def _handle(self, event: Any) -> None: ...
@@ -136,6 +147,9 @@ class ClientEngine(_Engine):
             self._settled = self._machine.steps if self._machine.between_steps else None
             self._changed.notify_all()
 
+    def _idle(self) -> None:
+        pass
+
     def _send(self, piece: Piece, step: int) -> None:
         def done() -> None:
             self._recorder.mark("sent", piece.bucket, step, self._server)
@@ -159,6 +173,8 @@ class ServerEngine(_Engine):
         clients: the ranks that train.
         hand_over: called with each bucket's mean gradient, on the engine's thread.
         tell_to_follow: called with (client, step) when a step goes on without a client that has left.
+        on_idle: called on the engine's thread when nothing has happened for a second, with the buckets that each
+            client owes.
         rank: this rank.
     """
 
@@ -171,12 +187,14 @@ class ServerEngine(_Engine):
         clients: list[int],
         hand_over: Deliver,
         tell_to_follow: Callable[[int, int], None],
+        on_idle: Callable[[dict[int, list[int]]], None] = lambda owing: None,
         rank: int = 0,
     ) -> None:
         super().__init__(plan, channel, recorder)
         self._machine = ServerMachine(plan, clients, credit_bytes)
         self._hand_over = hand_over
         self._tell_to_follow = tell_to_follow
+        self._on_idle = on_idle
         self._rank = rank
         self._gradients = {client: self._buffers() for client in clients}
         self._weights: dict[int, Buffer] = {}
@@ -197,21 +215,20 @@ class ServerEngine(_Engine):
         self._ended = False
         self.feed(m.PhaseOpened())
 
-    def wait_step(self) -> bool:
+    def wait_step(self, timeout: float) -> bool | None:
         """Wait until a client begins the next step (True), or until all have ended the phase (False).
 
-        Once a phase has ended, that is the answer until the next one is opened.
+        Once a phase has ended, that is the answer until the next one is opened. None after ``timeout`` seconds.
         """
-        while not self._ended:
-            try:
-                began = self._steps.get(timeout=1.0)  # in slices, so that an interrupt gets through
-            except queue.Empty:
-                continue
-            if began:
-                self._waited += 1
-                return True
-            self._ended = True
-        return False
+        if self._ended:
+            return False
+        try:
+            began = self._steps.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        self._waited += began
+        self._ended = not began
+        return began
 
     @property
     def step_waits(self) -> bool:
@@ -222,6 +239,9 @@ class ServerEngine(_Engine):
         """The optimizer has updated a bucket: its new weights, which must stay untouched."""
         self._weights[bucket] = data
         self.feed(m.Updated(bucket))
+
+    def _idle(self) -> None:
+        self._on_idle(self._machine.waiting_for())
 
     def _handle(self, event: Any) -> None:
         if isinstance(event, m.GradientReceived):

@@ -12,6 +12,9 @@ _VARIABLES = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
 
+# The variable that TensorFlow reads, and a value of our own (3 to it) by which ours is told from the user's.
+_LOG_LEVEL, _SILENT = "TF_CPP_MIN_LOG_LEVEL", "03"
+
 
 def rank_and_size(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
     """The rank and the number of ranks that a launcher gave this process, or None without one."""
@@ -28,5 +31,11 @@ def quieten_tensorflow() -> None:
     """
     ranks = rank_and_size()
     wanted = os.environ.get("MPIPIPE_QUIET", "1").strip().lower() not in ("0", "false", "no", "off")
-    if wanted and ranks is not None and ranks[0] > 0:
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if wanted and ranks is not None and ranks[0] > 0 and _LOG_LEVEL not in os.environ:
+        os.environ[_LOG_LEVEL] = _SILENT
+
+
+def unquieten_tensorflow() -> None:
+    """Undo :func:`quieten_tensorflow`; of use before TensorFlow is imported."""
+    if os.environ.get(_LOG_LEVEL) == _SILENT:
+        del os.environ[_LOG_LEVEL]

@@ -9,8 +9,9 @@ is an error that names it, not a hang. Plain numpy arrays go in and come out; no
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +33,9 @@ Arrays = Sequence[NDArray[Any]]
 Message = dict[str, Any]
 
 SERVER = 0
+
+# Messages after which a client goes on without an answer.
+NO_ANSWER = ("batch", "running")
 
 # What a client does in each round, for the message that says that two ranks are at different places.
 PLACES = {
@@ -69,19 +73,26 @@ class Inbox:
             self._ended.add(source)
             self._changed.notify_all()
 
-    def take(self, source: int) -> Message:
-        """Wait for the next message of a sender; one of the kind ``ended`` where none comes any more."""
-        with self._changed:
-            while not self._messages[source]:
+    def take(self, source: int, meanwhile: Callable[[], None] = lambda: None) -> Message:
+        """Wait for the next message of a sender; one of the kind ``ended`` where none comes any more.
+
+        ``meanwhile`` is called about once a second.
+        """
+        while True:
+            with self._changed:
+                # In slices, so that an interrupt gets through.
+                self._changed.wait_for(lambda: self._messages[source] or source in self._ended, timeout=1.0)
+                if self._messages[source]:
+                    return self._messages[source].popleft()
                 if source in self._ended:
                     return {"kind": "ended"}
-                self._changed.wait(timeout=1.0)  # in slices, so that an interrupt gets through
-            return self._messages[source].popleft()
+            meanwhile()
 
-    def peek(self) -> tuple[int, Message] | None:
-        """Some message that waits, with its sender."""
+    def waiting(self) -> dict[int, str]:
+        """The kinds of the messages that senders wait to have answered."""
         with self._changed:
-            return next(((source, queue[0]) for source, queue in self._messages.items() if queue), None)
+            last = {source: queue[-1]["kind"] for source, queue in self._messages.items() if queue}
+        return {source: kind for source, kind in last.items() if kind not in NO_ANSWER}
 
 
 class _Session:
@@ -181,7 +192,7 @@ class ClientSession(_Session):
             The server's answer, and the weights of buckets that have changed since, by the others' further steps.
         """
         steps = self.engine.settle() if self.engine else 0
-        self._say(SERVER, "phase", {"steps": steps, **content})
+        self._say(SERVER, "phase", {"steps": steps, "state": _shapes(state), **content})
         left = threading.Semaphore(0)
         buffers = [plain.encode(array) for array in state]
         for tag, buffer in enumerate(buffers):
@@ -217,6 +228,8 @@ class ServerSession(_Session):
         self.clients = list(context.clients)
         # Each client's latest metrics of this phase: (logs, samples).
         self.latest: dict[int, tuple[Message, int]] = {}
+        # A client that was seen waiting where nobody answers it; it may just have been on its way.
+        self._suspect: tuple[int, int, str] | None = None
         # What clients did before there was an engine to tell.
         self._before_engine: list[m.ServerEvent] = []
         self._lock = threading.Lock()
@@ -252,7 +265,7 @@ class ServerSession(_Session):
         """
         said = {}
         for client in self.clients:
-            message = self.inbox.take(client)
+            message = self.inbox.take(client, lambda: self._fail_if_elsewhere([client], PLACES[kind]))  # noqa: B023
             if message["kind"] != kind:
                 self.fail(
                     f"rank {client} is {PLACES[message['kind']]} while the server (rank 0) is {PLACES[kind]}: "
@@ -325,6 +338,7 @@ class ServerSession(_Session):
             self.clients,
             hand_over,
             lambda client, step: self._say(client, "follow", {"step": step}),
+            self._fail_if_owing_elsewhere,
             SERVER,
         )
         with self._lock:
@@ -333,17 +347,62 @@ class ServerSession(_Session):
                 engine.feed(event)
         return skip_first
 
-    def collect_phase(self) -> dict[int, Message]:
-        """What the clients said when they ended the phase; call it once the engine says that all have."""
-        return self.collect("phase")
+    def wait_step(self) -> bool:
+        """Wait until a client begins the next step (True), or until all have ended the phase (False)."""
+        assert self.engine is not None
+        while (began := self.engine.wait_step(timeout=1.0)) is None:
+            left = self.inbox.waiting()
+            self._fail_if_elsewhere([c for c in self.clients if left.get(c) != "phase"], "waiting for another step")
+        return began
+
+    def _fail_if_elsewhere(self, awaited: Sequence[int], doing: str) -> None:
+        """Fail if a client that is awaited here waits itself, in a round that nobody will answer before."""
+        waiting = self._context.waiting()
+        found = next(((c, *waiting[c]) for c in awaited if c in waiting), None)
+        if found is not None and found == self._suspect:
+            client, number, kind = found
+            other = "" if number == self.number else " of another optimizer"
+            self.fail(
+                f"rank {client} is {PLACES[kind]}{other} while the server (rank 0) is {doing}: every rank must make "
+                "the same calls in the same order, and run a loop with several optimizers on the server too"
+            )
+        self._suspect = found
+
+    def _fail_if_owing_elsewhere(self, owing: dict[int, list[int]]) -> None:
+        """Fail if a client that owes gradients of a step waits in another optimizer's round. On the engine's thread."""
+        waiting = self._context.waiting()
+        for client in owing:
+            if client in waiting and waiting[client][0] != self.number:
+                raise DisagreementError(
+                    f"rank {client} is {PLACES[waiting[client][1]]} of another optimizer while a step of this one "
+                    "waits for it: with several optimizers in a loop, every client does the same number of steps"
+                )
+
+    def collect_phase(self, state: Arrays) -> dict[int, Message]:
+        """What the clients said when they ended the phase; call it once the engine says that all have.
+
+        Raises:
+            DisagreementError: a client gave other state than ``state``.
+        """
+        said = self.collect("phase")
+        for client, message in said.items():
+            if message["state"] != _shapes(state):
+                self.fail(
+                    f"rank {client} exchanges {len(message['state'])} variables that are not trained, the server "
+                    f"{len(state)}, or of other shapes: give finish() and serve() the same model on every rank"
+                )
+        return said
+
+    def wait_reports(self) -> None:
+        """Wait until every client has reported metrics in this phase, which each does after its first step or none."""
+        while len(self.latest) < len(self.clients):
+            time.sleep(1e-3)
 
     def answer_phase(self, said: dict[int, Message], **content: Any) -> None:
         """Answer the end of a phase: whatever the clients do next, all of them may take part again."""
         steps = max(message["steps"] for message in said.values())
         if self.engine is not None:
             self.engine.open_phase()
-        else:
-            self._before_engine.clear()
         self.latest.clear()
         self.answer("phase", steps=steps, **content)
 
@@ -365,7 +424,9 @@ class ServerSession(_Session):
     @staticmethod
     def _mean(parts: list[Buffer], like: NDArray[Any]) -> NDArray[Any]:
         name = like.dtype.name
-        averaged = reduce.mean(parts, name) if "float" in name else parts[0]
+        # What is the same everywhere stays so: the mean of n equal floats need not be that float.
+        equal = all(np.array_equal(part, parts[0]) for part in parts[1:])
+        averaged = reduce.mean(parts, name) if "float" in name and not equal else parts[0]
         return plain.decode(averaged, name).reshape(like.shape)
 
     def mean_logs(self) -> Message:
@@ -382,6 +443,11 @@ class ServerSession(_Session):
         for client, their in theirs.items():
             if their != ours:
                 self.fail(text.format(f"{ours} (rank 0)", f"{their} (rank {client})"))
+
+
+def _shapes(arrays: Arrays) -> list[list[Any]]:
+    """Shapes and dtypes, as they come out of JSON."""
+    return [[list(array.shape), array.dtype.name] for array in arrays]
 
 
 def _wait(semaphore: threading.Semaphore) -> None:

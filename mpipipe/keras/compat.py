@@ -102,8 +102,12 @@ def _build(model: Any, symbolic: Any) -> None:
 
 
 def state_of(model: Any) -> list[Any]:
-    """A model's weights other than the trainable ones, without the state of random generators and metrics."""
-    return list(model.non_trainable_weights)
+    """What a model's layers change as they run, such as moving statistics.
+
+    That is its weights without those that are trained or frozen, and without the state of random generators.
+    """
+    own = {id(variable) for layer in model._flatten_layers() for variable in layer._non_trainable_variables}
+    return [variable for variable in model.non_trainable_weights if id(variable) in own]
 
 
 def native(variable: Any) -> Any:
@@ -156,6 +160,24 @@ def callback_list(model: Any, callbacks: Any, **arguments: Any) -> Any:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
     return keras.callbacks.CallbackList(callbacks, add_history=True, model=model, **arguments)
+
+
+def users_callbacks(callbacks: Any) -> list[Any]:
+    """The callbacks given to ``fit``, as a list, without those that Keras adds by itself."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        added = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
+        return [callback for callback in callbacks.callbacks if not isinstance(callback, added)]
+    return [] if callbacks is None else tf.nest.flatten(callbacks)
+
+
+def first_epoch(model: Any, initial_epoch: int) -> int:
+    """Where ``fit`` starts: where ``BackupAndRestore`` says, if it has restored anything."""
+    return int(model._initial_epoch or initial_epoch)
+
+
+def set_first_epoch(model: Any, epoch: int | None) -> None:
+    """Have ``fit`` start at an epoch; it looks when the callbacks' ``on_train_begin`` is over."""
+    model._initial_epoch = epoch
 
 
 def unpack(data: Any) -> tuple[Any, Any, Any]:

@@ -56,6 +56,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         self._updater: Updater | None = None
         # The model that fit trains, whose state is exchanged with the weights: a function, as Keras would save a model.
         self._model: Callable[[], Any] = lambda: None
+        self._agreed = False  # whether all ranks have the same variables and the server's values
         self._skip_first = False
         self._passed_steps = 0
         trainer.install()
@@ -105,8 +106,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         self.inner.save_own_variables(store)
 
     def load_own_variables(self, store: Any) -> None:
-        """Load the wrapped optimizer's variables."""
-        self.inner.load_own_variables(store)
+        """Load the wrapped optimizer's variables; a client has no slots to load."""
+        if self._trains_here:
+            self.inner.load_own_variables(store)
 
     def set_weights(self, weights: Any) -> None:
         """Set the wrapped optimizer's variables."""
@@ -132,27 +134,41 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         """Whether the wrapped optimizer works on this rank: on the server, and where there is one rank."""
         return self._context.alone or self._context.is_server
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def build(self, variables: Any) -> None:
+        """Take note of the variables and, on the server, make the wrapped optimizer's slots. Not collective."""
+        if self.built:
+            return
+        variables = list(variables)
+        if self._trains_here:
+            self.inner.build(variables)
+        self._trainable_variables = variables
+        self._positions = {compat.variable_key(variable): i for i, variable in enumerate(variables)}
+        self.built = True
+
+    def synchronize(self, variables: Any) -> None:
         """Agree with the other ranks on the variables and take over the server's values. Collective.
 
-        The first ``apply`` implies it. In a loop without ``tf.function`` call it first, or the first gradients come
-        from weights of this rank's own and are thrown away.
+        ``fit`` and the first ``apply`` do it. In a loop without ``tf.function`` call it first, or the first gradients
+        come from weights of this rank's own and are thrown away.
+
+        Args:
+            variables: the trainable variables; or the model, whose other weights are then taken over too (those of
+                frozen layers, BatchNorm's statistics), if it is given on all ranks.
 
         Raises:
             DisagreementError: the ranks have built different models; every rank raises it.
             TypeError: a variable that cannot be synchronised.
         """
-        if self.built:
-            return
-        variables = list(variables)
+        model = variables if isinstance(variables, keras.Model) else None
+        self.build(variables if model is None else model.trainable_variables)
         if self._context.alone:
-            self.inner.build(variables)
-        else:
-            with tf.init_scope():
-                self._agree(variables)
-        self._trainable_variables = variables
-        self._positions = {compat.variable_key(variable): i for i, variable in enumerate(variables)}
-        self.built = True
+            return
+        with tf.init_scope():
+            if not self._agreed:
+                self._agree(list(self._trainable_variables))
+                self._agreed = True
+            if model is not None:
+                trainer.exchange_state(self, model)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -173,8 +189,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             if not self.built:
                 raise ValueError("apply(grads) without variables: call build(trainable_variables) first")
             trainable_variables = self._trainable_variables
-        fresh = not self.built
-        self.build(list(trainable_variables))
+        fresh = not self._agreed
+        self.synchronize(list(trainable_variables))
         grads = self._in_order(grads, list(trainable_variables))
         if self._bridge is None:
             # A graph is traced before its first step runs, which therefore finds the server's weights. An eager loop
@@ -191,7 +207,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         """On the server: serve until every client has finished, then take over the model's state.
 
         Args:
-            variables: the model, or all its variables (``model.variables``); the trainable ones in the model's order.
+            variables: the model, or all its variables (``model.variables``), as clients give to :meth:`finish`.
 
         Returns:
             The number of steps served.
@@ -203,7 +219,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             return 0
         if not self._context.is_server:
             raise MpipipeError("optimizer.serve() is for the server; clients run the training loop and then finish()")
-        self.build(_trainable(variables))
+        self.synchronize(_trainable(variables))
         return self.finish(variables)
 
     def finish(self, variables: Any = None) -> int:
@@ -229,7 +245,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             self.end_phase(state, logs={}, samples=0)
             own, self._passed_steps = self._passed_steps - before, self._session.steps_done()
             return own
-        raise MpipipeError("optimizer.finish() before any step: call build(model.trainable_variables) first")
+        raise MpipipeError("optimizer.finish() before any step: call optimizer.synchronize(model) first")
 
     def _finish_on_server(self, session: ServerSession, state: list[Any]) -> int:
         served = 0
@@ -254,7 +270,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             self._open(None, unsynchronised=False)
         self._skip_first = False  # whoever waits for a step gets one that is used
         assert isinstance(self._session, ServerSession) and self._session.engine is not None
-        return self._session.engine.wait_step()
+        return self._session.wait_step()
 
     def serve_step(self) -> None:
         """On the server: serve the step that has begun."""
@@ -274,8 +290,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     def collect_phase(self, state: Sequence[Any]) -> dict[str, Any]:
         """On the server: end the phase with all clients; returns the mean of their metrics."""
         session = self.session
-        said = session.collect_phase()
-        means = session.mean_arrays([variable.numpy() for variable in state])
+        values = [variable.numpy() for variable in state]
+        said = session.collect_phase(values)
+        means = session.mean_arrays(values)
         for variable, value in zip(state, means, strict=True):
             variable.assign(value)
         logs: dict[str, Any] = session.mean_logs()
@@ -303,9 +320,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         values = [compat.native(variable).numpy() for variable in variables]
         theirs = self.session.broadcast(values)
         self._changed_weights = False
-        if self._context.is_server:
-            self.inner.build(variables)
-        else:
+        if not self._context.is_server:
             for variable, value, their in zip(variables, values, theirs, strict=True):
                 self._changed_weights |= value.tobytes() != their.tobytes()
                 variable.assign(their)
@@ -357,7 +372,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         if self._skip_first and self._context.is_server:
             logger.warning(
                 "the first gradients came from weights that were not the server's and are not used: call "
-                "optimizer.build(model.trainable_variables) before the loop to use them"
+                "optimizer.synchronize(model) on every rank before the loop to use them"
             )
         if (model := self._model()) is not None:
             trainer.exchange_state(self, model)

@@ -61,7 +61,10 @@ def _distributed(optimizer: Any) -> bool:
 
 def _compile(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
-    if not _distributed(arguments.get("optimizer")):
+    optimizer = arguments.get("optimizer")
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and _distributed(optimizer.inner_optimizer):
+        raise ValueError("LossScaleOptimizer is not supported around a DistributedOptimizer: use mixed_bfloat16")
+    if not _distributed(optimizer):
         original(model, *args, **kwargs)
         return
     compat.check_environment()
@@ -73,7 +76,6 @@ def _compile(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
             "jit_compile=True: XLA compiles a step into one piece, out of which no layer's gradient can be sent before "
             "the end; leave jit_compile out with a DistributedOptimizer"
         )
-    optimizer = arguments["optimizer"]
     if arguments.get("auto_scale_loss", True) and model.dtype_policy.name == "mixed_float16":
         raise ValueError(
             "the dtype policy mixed_float16 makes Keras scale the loss by a factor that would have to change on all "
@@ -81,7 +83,6 @@ def _compile(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         )
     arguments.pop("self")
     original(model, **arguments)
-    optimizer._model = lambda: None
 
 
 def _without_progress(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +106,8 @@ def _train_on_batch(original: Any, model: Any, x: Any, *args: Any, **kwargs: Any
     context, optimizer = running.init(), model.optimizer
     if not compat.is_built(model):
         compat.build_from_batch(model, x)
-    optimizer.build(model.trainable_variables)
+    optimizer._model = weakref.ref(model)
+    optimizer.synchronize(model.trainable_variables)
     as_dict = kwargs.pop("return_dict", False)
     if context.is_server:
         logs = _serve_batch(optimizer)
@@ -149,20 +151,23 @@ def exchange_state(optimizer: Any, model: Any) -> None:
     """What the server has and clients may not: the weights that have changed outside the steps. Collective."""
     if optimizer._context.is_server:
         optimizer.session.collect("state")
-        optimizer._fingerprints = _push_changed(optimizer, model, "state", {})
+        _push_changed(optimizer, model, "state", {})
     else:
         _take_changed(optimizer, model, optimizer.session.round("state"))
 
 
-def _push_changed(optimizer: Any, model: Any, kind: str, known: dict[int, int], **content: Any) -> dict[int, int]:
-    """On the server: answer a round with the weights whose fingerprints are not known; returns all fingerprints."""
+def _fingerprints(model: Any) -> dict[int, int]:
+    """By position, what changes when a weight does."""
+    return {i: zlib.crc32(weight.numpy().tobytes()) for i, weight in enumerate(model.weights)}
+
+
+def _push_changed(optimizer: Any, model: Any, kind: str, known: dict[int, int], **content: Any) -> None:
+    """On the server: answer a round with the weights whose fingerprints are not known."""
     weights = model.weights
-    now = {i: zlib.crc32(weight.numpy().tobytes()) for i, weight in enumerate(weights)}
-    changed = [i for i in now if now[i] != known.get(i)]
+    changed = [i for i, fingerprint in _fingerprints(model).items() if fingerprint != known.get(i)]
     iterations = int(optimizer.inner._iterations)
     optimizer.session.answer(kind, changed=changed, iterations=iterations, **content)
     optimizer.session.broadcast([weights[i].numpy() for i in changed])
-    return now
 
 
 def _take_changed(optimizer: Any, model: Any, answer: dict[str, Any]) -> None:
@@ -200,34 +205,43 @@ class _ServerFit:
         )
         model.stop_training = False
         callbacks.on_train_begin()
-        optimizer.build(model.trainable_variables)
+        first = compat.first_epoch(model, arguments["initial_epoch"])
+        session.answer("steps", first=first)
+        more = first < arguments["epochs"]
+        if more:
+            self._begin(first, callbacks)
+        optimizer.synchronize(model.trainable_variables)
         if optimizer._bridge is not None:
             exchange_state(optimizer, model)
-        logs = None
-        for epoch in range(arguments["initial_epoch"], arguments["epochs"]):
+        logs, epoch = None, first
+        while more:
             logs, more = self._epoch(epoch, callbacks)
-            if not more:
-                break
+            epoch += 1
         optimizer.finalize_variable_values(model.trainable_weights)
         callbacks.on_train_end(logs)
         session.collect("end")
         _push_changed(optimizer, model, "end", {})
         return model.history
 
+    def _begin(self, epoch: int, callbacks: Any) -> None:
+        """Begin an epoch, before the clients do: a callback may change weights here."""
+        self.model.reset_metrics()
+        callbacks.on_epoch_begin(epoch)
+
     def _epoch(self, epoch: int, callbacks: Any) -> tuple[dict[str, Any], bool]:
-        """Serve one epoch; returns its logs and whether all ranks want another one."""
+        """Serve one epoch and begin the next; returns its logs and whether all ranks want another one."""
         model, optimizer = self.model, self.optimizer
         session = optimizer.session
-        model.reset_metrics()
-        callbacks.on_epoch_begin(epoch)
         step = 0
         while optimizer.wait_step():
             callbacks.on_train_batch_begin(step)
             optimizer.serve_step()
+            if step == 0 and model.steps_per_execution == 1:
+                session.wait_reports()  # callbacks may rely on there being metrics; later ones are the latest
             callbacks.on_train_batch_end(step, session.mean_logs())
             step += 1
         logs = optimizer.collect_phase(compat.state_of(model))
-        known = {i: zlib.crc32(weight.numpy().tobytes()) for i, weight in enumerate(model.weights)}
+        known = _fingerprints(model)
         logs.update(self._validate(epoch, callbacks))
         session.collect("logs")
         session.answer("logs", logs=logs)
@@ -238,6 +252,8 @@ class _ServerFit:
         if not more and any(wanted.values()):
             done = sorted(rank for rank, wants in wanted.items() if not wants)
             logger.info("all ranks stop after epoch %d, because rank(s) %s do", epoch + 1, ", ".join(map(str, done)))
+        if more:
+            self._begin(epoch + 1, callbacks)
         _push_changed(optimizer, model, "vote", known, more=more)
         return logs, more
 
@@ -266,16 +282,10 @@ def _fit_on_client(original: Any, model: Any, bound: inspect.BoundArguments) -> 
     if _is_silent_client():
         arguments["verbose"] = 0
     if optimizer.session.round("fit")["validates"]:
-        arguments["validation_data"] = None
+        arguments["validation_data"], arguments["validation_split"] = None, 0.0
     counter = _SampleCounter.of(model)
     first, last = _First(optimizer, counter), _Last(optimizer, arguments["epochs"])
-    callbacks = arguments["callbacks"]
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks.callbacks.insert(0, first)
-        callbacks.append(last)
-    else:
-        users = [] if callbacks is None else tf.nest.flatten(callbacks)
-        arguments["callbacks"] = [first, *users, last]
+    arguments["callbacks"] = [first, *compat.users_callbacks(arguments["callbacks"]), last]
     return original(*bound.args, **bound.kwargs)
 
 
@@ -324,14 +334,16 @@ class _First(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         optimizer = self._optimizer
-        optimizer.session.say("steps", steps=self.params.get("steps"))
-        if compat.is_built(self.model):
-            optimizer.build(self.model.trainable_variables)
+        answer = optimizer.session.round("steps", steps=self.params.get("steps"))
+        compat.set_first_epoch(self.model, answer["first"])
+        if compat.is_built(self.model):  # else when the first step is traced
+            optimizer.synchronize(self.model.trainable_variables)
         if optimizer._bridge is not None:
             exchange_state(optimizer, self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._counter.reset()
+        self._reported = 0.0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         now = time.monotonic()
@@ -362,4 +374,5 @@ class _Last(keras.callbacks.Callback):  # type: ignore[misc]
             self.model.stop_training = True
 
     def on_train_end(self, logs: Any = None) -> None:
+        compat.set_first_epoch(self.model, None)
         _take_changed(self._optimizer, self.model, self._optimizer.session.round("end"))

@@ -199,7 +199,7 @@ class ServerMachine:
             Fail(
                 f"{ranks} ended after {self._left[gone[0]]} steps without optimizer.finish(), but other clients go on "
                 f"with step {step + 1}: give every client the same number of steps, or call "
-                "optimizer.finish(model.variables) after the loop on every rank"
+                "optimizer.finish(model) after the loop on every rank"
             )
         ]
 

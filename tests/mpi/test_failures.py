@@ -26,6 +26,15 @@ FAILURES = {
     "the_server_leaves_a_custom_loop": r"\[mpipipe 0\] the server's script has ended, but clients go on",
     "only_the_server_fits": r"\[mpipipe 0\] rank 1 is at the end of its script while the server",
     "exception_in_a_helper_thread_of_ours": r"\[mpipipe 1\] ZeroDivisionError: the user's own mistake",
+    "the_server_serves_the_model_but_clients_finish_without_it": (
+        r"\[mpipipe 0\] rank 1 exchanges 0 variables that are not trained, the server 2"
+    ),
+    "clients_forget_to_finish_before_fit": (
+        r"\[mpipipe 0\] rank 1 is starting fit of another optimizer while the server \(rank 0\) is waiting for"
+    ),
+    "two_optimizers_with_different_numbers_of_steps": (
+        r"\[mpipipe 0\] rank 1 is at the end of an epoch, or in optimizer.finish\(\) of another optimizer while a step"
+    ),
     "a_gradient_that_only_one_client_has": r"bias gets a gradient on rank 1 but none on rank 2",
 }
 # Those that are about several clients; two ranks are enough for the others, and start sooner.
@@ -33,6 +42,7 @@ WITH_3_RANKS = (
     "models_differ_in_a_shape",
     "lazy_models_differ_in_a_custom_loop",
     "sys_exit_0_in_a_custom_loop",
+    "two_optimizers_with_different_numbers_of_steps",
     "a_gradient_that_only_one_client_has",
 )
 # The other MPI ends jobs in its own way: that is worth a look at each way in which we ask it to.

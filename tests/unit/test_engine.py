@@ -108,7 +108,7 @@ class Run:
         transport.on_control(lambda source, message: engine.feed(m.ClientLeft(source, message["left"])))
         total = 0
         for phase in self.phases:
-            while engine.wait_step():
+            while engine.wait_step(timeout=SECONDS):
                 total += 1
             assert not engine.step_waits
             engine.open_phase()

@@ -51,7 +51,16 @@ def level(monkeypatch):
 
 def test_tensorflow_is_silent_on_all_ranks_but_the_server(level):
     assert level(0) is None
-    assert level(1) == "3"
+    assert int(level(1)) == 3
+
+
+def test_tensorflow_speaks_again_where_init_is_told_so(level):
+    level(1)
+    launcher.unquieten_tensorflow()
+    assert "TF_CPP_MIN_LOG_LEVEL" not in launcher.os.environ
+    level(1, TF_CPP_MIN_LOG_LEVEL="3")
+    launcher.unquieten_tensorflow()
+    assert launcher.os.environ["TF_CPP_MIN_LOG_LEVEL"] == "3"
 
 
 def test_a_log_level_that_the_user_has_set_is_kept(level):

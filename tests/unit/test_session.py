@@ -163,7 +163,7 @@ def test_at_the_end_of_a_phase_floats_are_averaged_and_other_arrays_are_the_firs
         session.agree(dense("a", 3, 4))
         if rank:
             return session.end_phase(states[rank], logs={"loss": float(rank)}, samples=rank)
-        said = session.collect_phase()
+        said = session.collect_phase(states[0])
         means, logs = session.mean_arrays(states[0]), session.mean_logs()
         session.answer_phase(said, iterations=7)
         return means, logs
@@ -275,9 +275,9 @@ def test_clients_with_fewer_steps_get_the_weights_that_they_missed_at_the_end_of
             own = rank if phase == 0 else 4 - rank
             if rank == 0:
                 served = 0
-                while session.engine.wait_step():
+                while session.wait_step():
                     served += 1
-                session.answer_phase(session.collect_phase())
+                session.answer_phase(session.collect_phase([]))
                 results.append(served)
                 continue
             for step in range(own):
@@ -300,8 +300,8 @@ def without_steps(rank: int, session: Any) -> Any:
     """A phase in which no client does a step."""
     if rank:
         return session.end_phase([], logs={}, samples=0)[0]["steps"]
-    served = session.engine.wait_step()
-    session.answer_phase(session.collect_phase())
+    served = session.wait_step()
+    session.answer_phase(session.collect_phase([]))
     return served
 
 
@@ -329,7 +329,7 @@ def delay_the_servers_engine(monkeypatch: Any, until: Callable[[], bool]) -> Non
 
 def test_clients_that_end_a_phase_before_the_servers_engine_is_there_are_not_forgotten(world, monkeypatch):
     made = world(2)
-    delay_the_servers_engine(monkeypatch, lambda: made.sessions[0].inbox.peek() is not None)
+    delay_the_servers_engine(monkeypatch, lambda: bool(made.sessions[0].inbox.waiting()))
     assert made.run(opening(without_steps), seconds=5.0) == {0: False, 1: 0}
 
 
@@ -416,12 +416,12 @@ def test_messages_for_an_optimizer_that_the_server_has_not_made_yet_are_kept(wor
 def test_an_inbox_keeps_the_order_of_each_sender():
     inbox = Inbox()
     for number in range(3):
-        inbox.put(1, {"number": number})
-        inbox.put(2, {"number": 10 + number})
+        inbox.put(1, {"kind": "vote", "number": number})
+        inbox.put(2, {"kind": "batch", "number": 10 + number})
     assert [inbox.take(2)["number"] for _ in range(3)] == [10, 11, 12]
-    assert inbox.peek() == (1, {"number": 0})
+    assert inbox.waiting() == {1: "vote"}
     assert [inbox.take(1)["number"] for _ in range(3)] == [0, 1, 2]
-    assert inbox.peek() is None
+    assert inbox.waiting() == {}
 
 
 # ------------------------------------------------------------------------------------------------------------ contexts
@@ -458,7 +458,7 @@ def test_all_ranks_leave_in_an_orderly_way_after_training(world):
         if rank:
             train_step(session, 1.0)
         else:
-            assert session.engine.wait_step()
+            assert session.wait_step()
         made.contexts[rank].finalize()
 
     assert made.run(opening(steps)) == dict.fromkeys(range(3))
@@ -512,7 +512,7 @@ def test_a_server_whose_script_ends_while_clients_make_another_optimizer_ends_th
             made.contexts[1].new_session().agree(MODEL)
 
     outcome = made.start(act).join(SECONDS, only={0})[0]
-    assert isinstance(outcome, MpipipeError) and "another optimizer" in str(outcome)
+    assert isinstance(outcome, MpipipeError) and "rank 1 is building its optimizer" in str(outcome)
 
 
 def test_a_script_that_ends_in_the_middle_of_training_or_with_an_exit_code_ends_the_run(world):

@@ -29,6 +29,12 @@ def long_fit(model, **arguments):
     return fit(model, x, y, epochs=100_000, **arguments)
 
 
+def first_step_at_the_clients():
+    """The clients have done a step each."""
+    if RANK == 1:
+        print(f"FIRST STEP {time.time():.3f}", flush=True)
+
+
 def at_step(number, action):
     """A callback that does something in the middle of training."""
     seen = []
@@ -132,6 +138,40 @@ def case_exception_in_a_helper_thread_of_ours():
     if RANK == 1:
         threading.Thread(target=break_the_transport, daemon=True).start()
     long_fit(model)
+
+
+def case_the_server_serves_the_model_but_clients_finish_without_it():
+    x, y = mp.shard(*regression())
+    model = keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+    optimizer = mp.DistributedOptimizer("sgd")
+    if mp.is_server():
+        optimizer.serve(model)
+    train_function(model, optimizer)(x, y)
+    first_step_at_the_clients()
+    optimizer.finish()
+
+
+def case_clients_forget_to_finish_before_fit():
+    x, y = mp.shard(*regression())
+    model, optimizer = mlp(), mp.DistributedOptimizer("sgd")
+    if mp.is_server():
+        optimizer.serve(model)
+    train_function(model, optimizer)(x, y)
+    first_step_at_the_clients()
+    fit(compiled(model), x, y)
+
+
+def case_two_optimizers_with_different_numbers_of_steps():
+    x, y = mp.shard(*regression())
+    models, optimizers = (mlp(), mlp()), (mp.DistributedOptimizer("sgd"), mp.DistributedOptimizer("sgd"))
+    steps = [train_function(*pair) for pair in zip(models, optimizers, strict=True)]
+    for _ in range(3 if RANK == 1 else 4):
+        for step in steps:
+            step(x, y)
+    if RANK == 1:
+        print(f"FIRST STEP {time.time():.3f}", flush=True)
+    for optimizer, model in zip(optimizers, models, strict=True):
+        optimizer.finish(model)
 
 
 def case_a_gradient_that_only_one_client_has():

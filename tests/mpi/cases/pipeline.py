@@ -114,7 +114,7 @@ def case_custom_loop_with_4_steps_in_one_function():
             for _ in tf.range(4):
                 step(x, y)
 
-        optimizer.build(model.trainable_variables)
+        optimizer.synchronize(model.trainable_variables)
         four_steps()
         four_steps()
         optimizer.finish(model)

@@ -123,7 +123,7 @@ def case_plain_tf_variables():
     w, b = tf.Variable(tf.ones((8, 1)) * RANK), tf.Variable([0.0])
     x, y = mp.shard(*regression())
     optimizer = mp.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    optimizer.build([w, b])
+    optimizer.synchronize([w, b])
     assert float(w[0, 0]) == 0.0  # the server's
 
     @tf.function

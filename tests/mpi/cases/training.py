@@ -240,6 +240,84 @@ def case_weights_are_current_at_the_end_of_every_epoch():
     assert len(set(losses)) == 1
 
 
+def case_frozen_layers_are_the_servers_and_stay_as_they_are():
+    x, y = regression()
+    model = mlp()
+    model.layers[0].trainable = False
+    frozen = WORLD.bcast(model.layers[0].get_weights())
+    fit(compiled(model), x, y, epochs=2)
+    # And in a loop of the user's own, with a model of other frozen weights on every rank.
+    other, optimizer = mlp(), mp.DistributedOptimizer("sgd")
+    other.layers[0].trainable = False
+    others = WORLD.bcast(other.layers[0].get_weights())
+    optimizer.synchronize(other)
+    if mp.is_client():
+        train_function(other, optimizer)(*mp.shard(x, y))
+        optimizer.finish(other)
+    else:
+        optimizer.serve(other)
+    for layer, weights in ((model.layers[0], frozen), (other.layers[0], others)):
+        for ours, theirs in zip(layer.get_weights(), weights, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    assert_same_everywhere(other.get_weights())
+
+
+def case_weights_changed_by_the_server_at_an_epochs_begin_are_what_clients_train_from():
+    x, y = regression()
+    model = compiled(mlp(), keras.optimizers.SGD(0.0))
+    seen = []
+
+    def begin(epoch, logs):
+        if RANK == 0:
+            model.set_weights([w + 1 for w in model.get_weights()])
+        seen.append(model.get_weights())
+
+    look = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda b, logs: b or begin(0, None))
+    fit(model, x, y, epochs=3, callbacks=[keras.callbacks.LambdaCallback(on_epoch_begin=begin) if RANK == 0 else look])
+    for weights in zip(*everywhere(seen), strict=True):
+        for ours, theirs in zip(weights[0], weights[1], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def case_validation_data_wins_over_validation_split():
+    x, y = regression()
+    model = compiled(mlp())
+    history = fit(model, x, y, validation_data=(x, y), validation_split=0.5)
+    assert int(model.optimizer.iterations) == 6 and "val_loss" in history.history
+
+
+def case_a_callback_list_and_metrics_from_the_first_batch_on():
+    x, y = regression()
+    model = compiled(mlp())
+    seen = []
+    look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["loss"]))
+    fit(model, x, y, epochs=2, callbacks=keras.callbacks.CallbackList([look], add_history=True, model=model))
+    assert len(seen) == 12
+
+
+def case_backup_and_restore_on_the_server_goes_on_where_it_was():
+    x, y = regression()
+    folder = WORLD.bcast(tempfile.mkdtemp() if RANK == 0 else None)
+    begun = []
+
+    class Interrupt(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = epoch == 1
+
+    def train(*callbacks):
+        model = compiled(mlp(), "adam")
+        look = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: begun.append(epoch))
+        backup = keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+        fit(model, x, y, epochs=4, callbacks=[look, *callbacks, *([backup] if RANK == 0 else [])])
+        return model
+
+    train(Interrupt())
+    assert begun == [0, 1]
+    model = train()
+    assert begun == [0, 1, 2, 3], begun
+    assert_same_everywhere(model.get_weights())
+
+
 def case_fit_again_and_compile_again():
     x, y = regression()
     model = compiled(mlp(), "adam")
@@ -320,7 +398,7 @@ def case_eager_fit():
 def case_eager_loop_on_all_ranks():
     x, y = mp.shard(*regression())
     model, optimizer = mlp(), mp.DistributedOptimizer("adam")
-    optimizer.build(model.trainable_variables)
+    optimizer.synchronize(model.trainable_variables)
     assert_same_everywhere(model.get_weights())
     step = train_function(model, optimizer, graph=False)
     for _ in range(5):
