@@ -33,9 +33,18 @@ class Job:
 
 
 def mpirun(
-    mpi: str, ranks: int, *command: str, limit: float = 120, env: dict[str, str] | None = None, cwd: Path | None = None
+    mpi: str,
+    ranks: int,
+    *command: str,
+    limit: float = 120,
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    options: tuple[str, ...] = (),
 ) -> Job:
-    """Run a Python command on some ranks; after ``limit`` seconds the ranks say where they stand and are ended."""
+    """Run a Python command on some ranks; after ``limit`` seconds the ranks say where they stand and are ended.
+
+    ``options`` are the launcher's. An environment variable that is given as an empty text is not set.
+    """
     launcher, environ = _launcher(mpi)
     environ |= {
         "PYTHONPATH": str(ROOT),
@@ -45,9 +54,10 @@ def mpirun(
         "MPIPIPE_TEST_LIMIT": str(limit - 5),
         **(env or {}),
     }
+    environ = {name: value for name, value in environ.items() if value}
     start = time.monotonic()
     process = subprocess.Popen(
-        [*launcher, "-np", str(ranks), sys.executable, *command],
+        [*launcher, *options, "-np", str(ranks), sys.executable, *command],
         env=environ,
         cwd=cwd or ROOT,
         stdout=subprocess.PIPE,

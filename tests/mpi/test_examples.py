@@ -12,12 +12,23 @@ KINDS = {0: {"received", "reduced", "updated", "broadcast"}, 1: {"ready", "sent"
 
 def accuracy(job):
     assert job.returncode == 0, job.output
-    return float(re.search(r"^held-out accuracy ([\d.]+)", job.output, re.MULTILINE)[1])
+    return float(re.search(r"held-out accuracy ([\d.]+)", job.output)[1])
+
+
+def assert_clients_prefix_their_lines(job):
+    """Open MPI has put ``[job,rank]<stream>: `` before each line; what clients say begins with their rank."""
+    tagged = re.findall(r"^\[[^\],]*,(\d+)\]<\w+>:? ?(.*)$", job.output, re.MULTILINE)
+    assert any(rank == "0" for rank, _ in tagged), job.output
+    for rank, text in tagged:
+        assert rank == "0" or not text.strip() or text.startswith(f"[mpipipe {rank}]"), (rank, text)
 
 
 def test_the_digits_reach_97_percent_and_every_bucket_is_on_the_timeline(tmp_path):
     timeline = tmp_path / "timeline"
-    job = mpirun("openmpi", 4, str(ROOT / "examples/train.py"), cwd=tmp_path, env={"MPIPIPE_TIMELINE": str(timeline)})
+    env = {"MPIPIPE_TIMELINE": str(timeline), "TF_CPP_MIN_LOG_LEVEL": ""}
+    example = str(ROOT / "examples/train.py")
+    job = mpirun("openmpi", 4, example, cwd=tmp_path, env=env, options=("--output", "tag"))
+    assert_clients_prefix_their_lines(job)
     assert accuracy(job) >= 0.97
     assert (tmp_path / "model.keras").is_file()
     # Only the server draws Keras's progress bar.
