@@ -34,6 +34,9 @@ Message = dict[str, Any]
 
 SERVER = 0
 
+# Seconds for which the first metrics of an epoch may be late.
+_PATIENCE = 0.2
+
 # Messages after which a client goes on without an answer.
 NO_ANSWER = ("batch", "running")
 
@@ -394,9 +397,15 @@ class ServerSession(_Session):
         return said
 
     def wait_reports(self) -> None:
-        """Wait until every client has reported metrics in this phase, which each does after its first step or none."""
-        while len(self.latest) < len(self.clients):
+        """Wait until every client has reported metrics in this phase, as each does after its first step or none.
+
+        Not for long once a client goes on with another step: it may report less often than after every step.
+        """
+        assert self.engine is not None
+        patience = _PATIENCE
+        while len(self.latest) < len(self.clients) and patience > 0:
             time.sleep(1e-3)
+            patience -= 1e-3 * self.engine.step_waits
 
     def answer_phase(self, said: dict[int, Message], **content: Any) -> None:
         """Answer the end of a phase: whatever the clients do next, all of them may take part again."""

@@ -11,6 +11,11 @@ def test_training(mpi, case):
     check_case(run_cases(mpi, 3, "training"), case, 3)
 
 
+def test_two_runs_on_different_mpis_give_bit_identical_weights():
+    runs = [run_cases(mpi, 3, "training").lines("RECORD the_bits_of_a_run") for mpi in MPIS]
+    assert len(runs[0]) == 3 and sorted(runs[0]) == sorted(runs[1])
+
+
 @pytest.mark.parametrize("case", case_names("shapes"))
 @pytest.mark.parametrize("mpi", MPIS)
 def test_models_of_any_shape(mpi, case):

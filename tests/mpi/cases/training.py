@@ -1,5 +1,6 @@
 """What users may rely on in fit and in loops of their own, on three or more ranks."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -316,6 +317,15 @@ def case_backup_and_restore_on_the_server_goes_on_where_it_was():
     model = train()
     assert begun == [0, 1, 2, 3], begun
     assert_same_everywhere(model.get_weights())
+
+
+def case_the_bits_of_a_run():
+    """Compared with another job's by test_training.py."""
+    x, y = regression()
+    model = compiled(mlp(seed=7, layers=5), "adam")
+    fit(model, x, y, epochs=2)
+    bits = b"".join(w.tobytes() for w in model.get_weights())
+    record("the_bits_of_a_run", hashlib.sha256(bits).hexdigest())
 
 
 def case_fit_again_and_compile_again():
