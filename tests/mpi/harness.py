@@ -107,7 +107,7 @@ def case_names(module: str) -> list[str]:
 
 
 @cache
-def run_cases(mpi: str, ranks: int, module: str, *environment: str, limit: float = 240) -> Job:
+def run_cases(mpi: str, ranks: int, module: str, *environment: str, limit: float = 300) -> Job:
     """All cases of a module in one job, run once however many tests look at it; environment as ``NAME=value``."""
     env = dict(setting.split("=", 1) for setting in environment)
     return mpirun(mpi, ranks, str(CASES.parent / "run_cases.py"), module, limit=limit, env=env)

@@ -1,4 +1,7 @@
-"""Run under mpirun: the cases of a module, one after the other, on all ranks; each is a function that asserts."""
+"""Run under mpirun: the cases of modules, one after the other, on all ranks; each is a function that asserts.
+
+usage: run_cases.py MODULE[,MODULE...] [CASE...]
+"""
 
 import faulthandler
 import importlib
@@ -12,7 +15,7 @@ if limit := os.environ.get("MPIPIPE_TEST_LIMIT"):
 import mpipipe as mp  # noqa: E402
 
 sys.path.insert(0, os.path.dirname(__file__))
-module = importlib.import_module(f"cases.{sys.argv[1]}")
+modules = [importlib.import_module(f"cases.{name}") for name in sys.argv[1].split(",")]
 only = sys.argv[2:]
 
 
@@ -22,8 +25,8 @@ def say(line):
     os.write(1, f"{line}\n".encode())
 
 
-rank = mp.init(**getattr(module, "SETTINGS", {})).rank
-for name, function in list(vars(module).items()):
+rank = mp.init(**getattr(modules[0], "SETTINGS", {})).rank
+for name, function in [item for module in modules for item in vars(module).items()]:
     name = name.removeprefix("case_")
     if not getattr(function, "__name__", "").startswith("case_") or (only and name not in only):
         continue
