@@ -107,10 +107,12 @@ def case_names(module: str) -> list[str]:
 
 
 @cache
-def run_cases(mpi: str, ranks: int, module: str, *environment: str, limit: float = 300) -> Job:
+def run_cases(
+    mpi: str, ranks: int, module: str, *environment: str, only: tuple[str, ...] = (), limit: float = 480
+) -> Job:
     """All cases of a module in one job, run once however many tests look at it; environment as ``NAME=value``."""
     env = dict(setting.split("=", 1) for setting in environment)
-    return mpirun(mpi, ranks, str(CASES.parent / "run_cases.py"), module, limit=limit, env=env)
+    return mpirun(mpi, ranks, str(CASES.parent / "run_cases.py"), module, *only, limit=limit, env=env)
 
 
 def check_case(job: Job, case: str, ranks: int) -> None:
