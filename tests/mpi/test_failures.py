@@ -19,7 +19,6 @@ FAILURES = {
     "lazy_models_differ_in_a_custom_loop": r"\(16, 1\) float32 on ranks 0, 2, .*\(16, 8\) float32 on rank 1",
     "exception_on_a_client_in_fit": r"\[mpipipe 1\] ZeroDivisionError: the user's own mistake",
     "exception_on_the_server_in_fit": r"\[mpipipe 0\] ZeroDivisionError: the user's own mistake",
-    "exception_in_a_custom_loop": r"\[mpipipe 1\] ZeroDivisionError: the user's own mistake",
     "sys_exit_on_a_client_in_fit": r"\[mpipipe 1\] this rank's script ended in the middle of fit",
     "sys_exit_on_the_server_in_fit": r"\[mpipipe 0\] this rank called sys.exit\(3\)",
     "sys_exit_0_in_a_custom_loop": r"\[mpipipe 0\] rank 1 ended after 6 steps without optimizer.finish\(\)",
@@ -46,7 +45,7 @@ WITH_3_RANKS = (
     "a_gradient_that_only_one_client_has",
 )
 # The other MPI ends jobs in its own way: that is worth a look at each way in which we ask it to.
-ON_BOTH = ("models_differ_in_a_shape", "exception_on_a_client_in_fit", "sys_exit_on_the_server_in_fit")
+ON_BOTH = ("models_differ_in_a_shape", "exception_on_a_client_in_fit")
 
 
 @pytest.mark.parametrize(

@@ -80,17 +80,6 @@ def case_exception_on_the_server_in_fit():
     long_fit(compiled(mlp()), callbacks=[at_step(5, fail)] if RANK == 0 else [])
 
 
-def case_exception_in_a_custom_loop():
-    x, y = mp.shard(*regression())
-    model, optimizer = mlp(), mp.DistributedOptimizer("sgd")
-    step = train_function(model, optimizer)
-    for number in range(1_000_000):
-        step(x, y)
-        if number == 5 and RANK == 1:
-            print(f"FIRST STEP {time.time():.3f}", flush=True)
-            fail()
-
-
 def case_sys_exit_on_a_client_in_fit():
     long_fit(compiled(mlp()), callbacks=[at_step(5, lambda: sys.exit(0))] if RANK == 1 else [])
 
