@@ -151,7 +151,7 @@ def exchange_state(optimizer: Any, model: Any) -> None:
     """What the server has and clients may not: the weights that have changed outside the steps. Collective."""
     if optimizer._context.is_server:
         optimizer.session.collect("state")
-        _push_changed(optimizer, model, "state", {})
+        _push_changed(optimizer, model, "state", None)
     else:
         _take_changed(optimizer, model, optimizer.session.round("state"))
 
@@ -161,10 +161,13 @@ def _fingerprints(model: Any) -> dict[int, int]:
     return {i: zlib.crc32(weight.numpy().tobytes()) for i, weight in enumerate(model.weights)}
 
 
-def _push_changed(optimizer: Any, model: Any, kind: str, known: dict[int, int], **content: Any) -> None:
-    """On the server: answer a round with the weights whose fingerprints are not known."""
+def _push_changed(optimizer: Any, model: Any, kind: str, known: dict[int, int] | None, **content: Any) -> None:
+    """On the server: answer a round with the weights whose fingerprints have changed; all, where none are known."""
     weights = model.weights
-    changed = [i for i, fingerprint in _fingerprints(model).items() if fingerprint != known.get(i)]
+    if known is None:
+        changed = list(range(len(weights)))
+    else:
+        changed = [i for i, fingerprint in _fingerprints(model).items() if fingerprint != known.get(i)]
     iterations = int(optimizer.inner._iterations)
     optimizer.session.answer(kind, changed=changed, iterations=iterations, **content)
     optimizer.session.broadcast([weights[i].numpy() for i in changed])
@@ -220,7 +223,7 @@ class _ServerFit:
         optimizer.finalize_variable_values(model.trainable_weights)
         callbacks.on_train_end(logs)
         session.collect("end")
-        _push_changed(optimizer, model, "end", {})
+        _push_changed(optimizer, model, "end", None)
         return model.history
 
     def _begin(self, epoch: int, callbacks: Any) -> None:
