@@ -35,8 +35,10 @@ __all__ = [
     "size",
 ]
 
-# TensorFlow reads its log level when it is loaded, and loading it takes seconds: so before, and only on demand.
+# TensorFlow reads its log level and its threads when it is loaded, and loading it takes seconds: so before, and only on
+# demand.
 _launcher.quieten_tensorflow()
+_launcher.prepared = _launcher.prepare_tensorflow()
 _logs.print_errors_briefly()
 _ON_DEMAND = {"DistributedOptimizer": "mpipipe.keras.optimizer", "shard": "mpipipe.data"}
 

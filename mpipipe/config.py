@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mpipipe.errors import ConfigError
+from mpipipe.wire.formats import FORMATS
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
@@ -28,6 +29,12 @@ def _flag(text: str) -> bool:
     return values[text.strip().lower()]
 
 
+def _format(text: str) -> str:
+    if text not in FORMATS:
+        raise ValueError(text)
+    return text
+
+
 def _setting(default: Any, meaning: str, parse: Any, least: float = -math.inf, most: float = math.inf) -> Any:
     return field(default=default, metadata={"meaning": meaning, "parse": parse, "least": least, "most": most})
 
@@ -36,15 +43,23 @@ def _setting(default: Any, meaning: str, parse: Any, least: float = -math.inf, m
 class Config:
     """All settings of a run. They must be the same on every rank."""
 
-    piece_bytes: int = _setting(4 << 20, "largest message; a larger bucket travels in such pieces", _bytes, 1024)
-    fuse_bytes: int = _setting(16 << 10, "layers smaller than this share a bucket with their neighbours", _bytes, 0)
-    credit_bytes: int = _setting(
-        32 << 20, "bytes under way at once per rank and direction; the rest waits by priority", _bytes, 1024
+    # Those that are None follow from the link, which is measured at the start.
+    piece_bytes: int | None = _setting(None, "size of the pieces in which large layers travel", _bytes, 1024)
+    fuse_bytes: int | None = _setting(
+        None, "layers smaller than this share a bucket with their neighbours (auto: 1/4 piece)", _bytes, 0
     )
-    max_buckets: int = _setting(64, "most buckets of one optimizer; neighbours are fused to keep to it", int, 1, 512)
+    credit_bytes: int | None = _setting(
+        None, "bytes under way from one rank to another; the rest waits by priority (auto: 4 pieces)", _bytes, 1024
+    )
+    max_buckets: int = _setting(256, "most buckets of one optimizer; neighbours are fused to keep to it", int, 1, 4096)
+    overlap: bool = _setting(
+        True, "if not: all gradients are sent after the backward pass, all weights waited for (to compare)", _flag
+    )
+    wire: str = _setting("plain", "how float32 gradients travel: plain, or in half the bytes: bf16, fp16", _format)
+    wire_weights: str = _setting("plain", "how float32 weights travel: plain, bf16, fp16", _format)
     client_progress: bool = _setting(False, "let clients draw Keras's progress bar too", _flag)
     quiet: bool = _setting(True, "silence TensorFlow's start-up messages on all ranks but the server", _flag)
-    timeline: str = _setting("", "folder in which each rank writes when each bucket was ready, sent, ...", str)
+    timeline: str = _setting("", "folder for a timeline of the run; see `python -m mpipipe.trace`", str)
 
     @classmethod
     def make(cls, environ: Mapping[str, str] = os.environ, **arguments: Any) -> Config:
@@ -77,21 +92,33 @@ def _check(name: str, value: Any, setting: Any, where: str) -> Any:
         try:
             value = setting.metadata["parse"](value)
         except (ValueError, KeyError):
-            raise ConfigError(f"{where} is {value!r}, which is not a {_kind(setting.default)}") from None
-    if type(value) is not type(setting.default):
-        raise ConfigError(f"{where} is {value!r}, which is not a {_kind(setting.default)}")
+            raise ConfigError(f"{where} is {value!r}, which is not a {_kind(setting)}") from None
+    if type(value) is not _type(setting) or (_type(setting) is str and not _is_allowed(value, setting)):
+        raise ConfigError(f"{where} is {value!r}, which is not a {_kind(setting)}")
     if isinstance(value, int) and not setting.metadata["least"] <= value <= setting.metadata["most"]:
         least, most = setting.metadata["least"], setting.metadata["most"]
         raise ConfigError(f"{where} is {value!r}; {name} is at least {least} and at most {most}")
     return value
 
 
-def _kind(default: Any) -> str:
-    if isinstance(default, bool):
-        return "yes or no (1 or 0)"
-    return "whole number (of bytes, such as 4194304 or 4M)" if isinstance(default, int) else "text"
+def _type(setting: Any) -> type:
+    return {_bytes: int, int: int, _flag: bool}.get(setting.metadata["parse"], str)
+
+
+def _is_allowed(value: Any, setting: Any) -> bool:
+    return setting.metadata["parse"] is not _format or value in FORMATS
+
+
+def _kind(setting: Any) -> str:
+    if setting.metadata["parse"] is _format:
+        return f"wire format ({', '.join(FORMATS)})"
+    kinds = {bool: "yes or no (1 or 0)", int: "whole number (of bytes, such as 4194304 or 4M)", str: "text"}
+    return kinds[_type(setting)]
 
 
 def table() -> list[tuple[str, str, str, str]]:
     """Rows of (setting, environment variable, default, meaning), as the README shows them."""
-    return [(f.name, variable_name(f.name), repr(f.default), f.metadata["meaning"]) for f in fields(Config)]
+    return [
+        (f.name, variable_name(f.name), "auto" if f.default is None else repr(f.default), f.metadata["meaning"])
+        for f in fields(Config)
+    ]

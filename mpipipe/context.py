@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import queue
 import sys
 import threading
 import time
@@ -12,9 +13,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mpipipe import launcher, logs
+from mpipipe import launcher, logs, trace
 from mpipipe.config import Config
 from mpipipe.errors import DisagreementError, EnvironmentProblem, MpipipeError
+from mpipipe.link import Link
 from mpipipe.session import PLACES, SERVER, ClientSession, ServerSession
 from mpipipe.trace import Recorder
 from mpipipe.transport.base import Transport
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 # Seconds for which a rank that knows of an error shared by all waits to be ended by the rank that prints it.
 _GRACE = 5.0
+# How often a rank asks the server for the time, to put its timeline on the server's clock.
+_CLOCK_SAMPLES = 50
 
 
 class Context:
@@ -46,12 +50,17 @@ class Context:
         self.closers: list[Callable[[], None]] = []
         # What sys.exit was called with.
         self.exit_code: Any = None
+        # The network as the server has measured it, once in a run.
+        self.link: Link | None = None
         self._transport = transport
         self._sessions: list[ClientSession | ServerSession] = []
         self._early: dict[int, list[tuple[int, dict[str, Any]]]] = {}  # messages for sessions yet to come
         self._lock = threading.Lock()
         self._departed: dict[int, dict[str, int]] = {}
         self._bye = threading.Event()
+        # The clients' timelines, with what to add to their clocks; and what the server's clock said, and when.
+        self._timelines: dict[int, tuple[dict[str, Any], float]] = {}
+        self._times: queue.SimpleQueue[tuple[float, float]] = queue.SimpleQueue()
         self._finalized = False
         if transport is not None:
             transport.on_control(self._dispatch)
@@ -101,7 +110,13 @@ class Context:
     def _dispatch(self, source: int, message: dict[str, Any]) -> None:
         if message["kind"] == "depart":
             with self._lock:
+                if "timeline" in message:
+                    self._timelines[source] = message["timeline"], message["offset"]
                 self._client_departs(source, message["steps"])
+        elif message["kind"] == "clock":
+            self.transport.send_control(source, {"kind": "time", "time": time.monotonic()})
+        elif message["kind"] == "time":
+            self._times.put((message["time"], time.monotonic()))
         elif message["kind"] == "bye":
             self._bye.set()
         else:
@@ -142,8 +157,6 @@ class Context:
         if self._finalized:
             return
         self._finalized = True
-        if self.config.timeline:
-            self.recorder.write(self.config.timeline, self.rank)
         if self.alone:
             return
         if self.exit_code not in (None, 0):
@@ -153,6 +166,9 @@ class Context:
             self.fail(f"this rank's script ended in the middle of {self.busy}: ending the run on all ranks")
         if self.is_server:
             self._wait_for_clients()
+            if self.config.timeline:
+                path = trace.write(self.config.timeline, {SERVER: (self.recorder.export(), 0.0), **self._timelines})
+                logs.logger.info("timeline: %s; see `python -m mpipipe.trace %s`", path, self.config.timeline)
         else:
             self._depart()
         for close in self.closers:
@@ -161,8 +177,19 @@ class Context:
 
     def _depart(self) -> None:
         steps = {str(s.number): s.steps_done() for s in self._sessions if isinstance(s, ClientSession)}
-        self.transport.send_control(SERVER, {"kind": "depart", "steps": steps})
+        content: dict[str, Any] = {"kind": "depart", "steps": steps}
+        if self.config.timeline:
+            offset, _ = trace.clock_offset([self._ask_the_time() for _ in range(_CLOCK_SAMPLES)])
+            content |= {"timeline": self.recorder.export(), "offset": offset}
+        self.transport.send_control(SERVER, content)
         self._bye.wait()
+
+    def _ask_the_time(self) -> tuple[float, float, float]:
+        """This rank's clock before, the server's clock, and this rank's clock after."""
+        before = time.monotonic()
+        self.transport.send_control(SERVER, {"kind": "clock"})
+        there, after = self._times.get()
+        return before, there, after
 
     def _wait_for_clients(self) -> None:
         """Wait until the clients' scripts have ended; they may not want anything from the server any more."""
@@ -202,6 +229,8 @@ def init(**settings: Any) -> Context:
             raise MpipipeError("mpipipe has already been initialised with other settings: call init() first of all")
         return _current
     config = Config.make(**settings)
+    late = "mpi4py.MPI" in sys.modules
+    prepared = [] if late else launcher.prepare_mpi()
     communicator, local = _join()
     transport = None
     if communicator is not None:
@@ -212,6 +241,12 @@ def init(**settings: Any) -> Context:
     logs.set_up(context.rank, context.size)
     if context.alone:
         logs.logger.info("one rank only: training as plain Keras does (start with `mpirun -np N` for more)")
+    elif context.is_server:
+        made = [*launcher.prepared, *prepared]
+        if made:
+            logs.logger.info("set where you had not: %s", " ".join(made))
+        if late:
+            logs.logger.debug("MPI was initialised before mpipipe, with whatever was set")
     if not config.quiet:
         launcher.unquieten_tensorflow()
     elif not context.is_server:

@@ -1,7 +1,14 @@
 """The engines: they feed a machine with what happens on the wire and in the training step, and do what it says.
 
 An engine has one thread, which alone touches its machine. Everybody else only puts events into its queue. What arrives
-and what must be sent are plain bytes here; TensorFlow is on the other side of two callbacks.
+and what must be sent are bytes here; TensorFlow is on the other side of two callbacks.
+
+The copies on a rank, for each byte of the model and step. Client, out: one, by which the training step puts a bucket's
+gradients and their headers one after the other (narrowed instead of copied again, where the wire is narrow). Client,
+in: one out of the buffer that MPI filled into the bucket's place (or widened), for receives are posted before it is
+known what comes; one into the tensor that the training step waits for; one into the variables. Server, in: none, the
+buffers that MPI filled are summed where they are; one into the tensor that the optimizer waits for. Server, out: one,
+by which the updated elements are put behind their header; it is sent to every client from there.
 """
 
 from __future__ import annotations
@@ -11,28 +18,56 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from mpipipe.errors import DisagreementError
+from mpipipe.errors import DisagreementError, ProtocolError
 from mpipipe.protocol import messages as m
 from mpipipe.protocol.client import ClientMachine
 from mpipipe.protocol.plan import Piece, Plan
 from mpipipe.protocol.server import ServerMachine
-from mpipipe.trace import Recorder
-from mpipipe.transport.base import Buffer, Channel
-from mpipipe.wire import reduce
+from mpipipe.trace import Kind, Recorder
+from mpipipe.transport.base import Buffer, Channel, Pool
+from mpipipe.wire import formats, header, reduce
+from mpipipe.wire.feedback import Feedback
+from mpipipe.wire.header import HEADER_BYTES
 
-# What an engine calls with a bucket's number and bytes. The bytes are only valid during the call.
+# What an engine calls with the number of a bucket or unit and its bytes. The bytes are only valid during the call.
 Deliver = Callable[[int, Buffer], None]
+
+# Receives posted for a peer beyond what its credit lets it send at once.
+_SPARE_RECEIVES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """How an engine is connected: its plan, its channel, and what the ranks have agreed on.
+
+    ``wire`` and ``wire_weights`` are formats (see :mod:`mpipipe.wire.formats`) of gradients and of weights.
+    ``overlap`` is false where nothing of a step is sent before its backward pass is over. ``number`` is the session's.
+    """
+
+    plan: Plan
+    channel: Channel
+    recorder: Recorder
+    credit_bytes: int
+    wire: str = "plain"
+    wire_weights: str = "plain"
+    overlap: bool = True
+    number: int = 0
 
 
 class _Engine(ABC):
-    def __init__(self, plan: Plan, channel: Channel, recorder: Recorder) -> None:
-        self.plan = plan
-        self._channel = channel
-        self._recorder = recorder
+    def __init__(self, wiring: Wiring, incoming: str, outgoing: str) -> None:
+        self.plan = wiring.plan
+        self._wiring = wiring
+        self._channel = wiring.channel
+        self._incoming, self._outgoing = incoming, outgoing
+        # Bytes sent, headers included, over the whole life.
+        self.bytes_sent = 0
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mpipipe-engine", daemon=True)
 
@@ -44,6 +79,37 @@ class _Engine(ABC):
         """Stop the engine's thread after the events handed in so far."""
         self._events.put(None)
         self._thread.join()
+
+    def _listen(self, source: int) -> None:
+        """Have everything that comes from a rank put into the queue of events."""
+        longest = max((self._wire_bytes(piece, self._incoming) for piece in self.plan.pieces), default=0)
+        shortest = min((piece.nbytes for piece in self.plan.pieces), default=1)
+        depth = min(self._wiring.credit_bytes // shortest + 1, len(self.plan.pieces), 16) + _SPARE_RECEIVES
+        self._channel.listen(source, HEADER_BYTES + longest, depth, lambda buffer: self.feed((source, buffer)))
+
+    def _wire_bytes(self, piece: Piece, form: str) -> int:
+        return formats.encoded_bytes(form, self.plan.buckets[piece.bucket].dtype, piece.nbytes)
+
+    def _elements(self, message: Buffer, piece: Piece) -> Buffer:
+        """The encoded elements in a message that has come."""
+        return message[HEADER_BYTES : HEADER_BYTES + self._wire_bytes(piece, self._incoming)]
+
+    def _piece(self, source: int, message: Buffer) -> tuple[int, Piece]:
+        """The step and the piece that a message says it is."""
+        step, index = header.read(message)
+        if not 0 <= index < len(self.plan.pieces):
+            raise ProtocolError(f"rank {source} has sent a message that is none of the plan's pieces")
+        return step, self.plan.pieces[index]
+
+    def _is_narrow(self, piece: Piece) -> bool:
+        return self._wire_bytes(piece, self._outgoing) != piece.nbytes
+
+    def _isend(self, dest: int, piece: Piece, message: Buffer, done: Callable[[], None]) -> None:
+        self.bytes_sent += message.size
+        self._channel.isend(dest, piece.index, message, done)
+
+    def _mark(self, kind: Kind, bucket: int, step: int, peer: int = -1, piece: int = -1) -> None:
+        self._wiring.recorder.mark(kind, bucket, step, peer, piece, self._wiring.number)
 
     def _run(self) -> None:
         while True:
@@ -63,41 +129,30 @@ class _Engine(ABC):
     @abstractmethod
     def _handle(self, event: Any) -> None: ...
 
-    def _buffers(self) -> list[Buffer]:
-        return [np.empty(bucket.nbytes, dtype=np.uint8) for bucket in self.plan.buckets]
-
-
-def _part(buffer: Buffer, piece: Piece) -> Buffer:
-    return buffer[piece.offset : piece.offset + piece.nbytes]
-
 
 class ClientEngine(_Engine):
     """A client's engine.
 
     Args:
-        plan: the buckets.
-        channel: with a lane for each bucket.
-        recorder: of the timeline.
-        credit_bytes: how much may be under way.
+        wiring: see :class:`Wiring`.
         deliver: called with each bucket's new weights, on the engine's thread.
         server: the rank that owns the buckets.
     """
 
-    def __init__(
-        self, plan: Plan, channel: Channel, recorder: Recorder, credit_bytes: int, deliver: Deliver, server: int = 0
-    ) -> None:
-        super().__init__(plan, channel, recorder)
-        self._machine = ClientMachine(plan, credit_bytes)
+    def __init__(self, wiring: Wiring, deliver: Deliver, server: int = 0) -> None:
+        super().__init__(wiring, wiring.wire_weights, wiring.wire)
+        self._machine = ClientMachine(self.plan, wiring.credit_bytes, overlap=wiring.overlap)
         self._deliver = deliver
         self._server = server
-        self._gradients: dict[int, Buffer] = {}
-        self._weights = self._buffers()
-        self._delivered = [-1] * len(plan.buckets)  # the last step whose weights went to the training step
-        self._followed: set[int] = set()
+        self._gradients: dict[tuple[int, int], Buffer] = {}  # images, by bucket and step
+        self._feedback: dict[int, Feedback] = {}  # by piece
+        self._weights = [np.empty(bucket.nbytes, dtype=np.uint8) for bucket in self.plan.buckets]
+        self._delivered = [-1] * len(self.plan.buckets)  # the last step whose weights went to the training step
         self._changed = threading.Condition()
         self._unhandled = 0  # events handed in and not yet handled
         self._settled: int | None = 0  # steps done, or None in the middle of one; as of the last event handled
         self._thread.start()
+        self._listen(server)
 
     def feed(self, event: Any) -> None:
         """Hand in an event, from any thread."""
@@ -105,43 +160,42 @@ class ClientEngine(_Engine):
             self._unhandled += 1
             self._events.put(event)
 
-    def gradient(self, bucket: int, data: Buffer) -> None:
-        """A bucket's gradient is ready; ``data`` must stay untouched until its weights are delivered."""
-        self._gradients[bucket] = data
-        self.feed(m.GradientReady(bucket))
+    def gradient(self, bucket: int, step: int, image: Buffer) -> None:
+        """A bucket's gradient is ready; ``image`` (see :func:`header.message_of`) must stay untouched until sent."""
+        self._mark("ready", bucket, step)
+        self.feed((bucket, step, image))
 
     def assigned(self, bucket: int) -> None:
         """The training step has put the weights that were last delivered into the variables."""
-        self._recorder.mark("assigned", bucket, self._delivered[bucket])
+        self._mark("assigned", bucket, self._delivered[bucket])
 
-    def settle(self, steps: int = 0) -> int:
-        """Wait until nothing is under way and at least so many steps are done; returns how many are."""
+    def settle(self) -> int:
+        """Wait until nothing is under way; returns how many steps are done."""
         with self._changed:
-            while self._unhandled or self._settled is None or self._settled < steps:
+            while self._unhandled or self._settled is None:
                 self._changed.wait(timeout=1.0)  # in slices, so that an interrupt gets through
             return self._settled
 
-    def take_followed(self) -> dict[int, Buffer]:
-        """The latest weights of the buckets that came in while this client only followed, since the last call."""
-        taken = {bucket: self._weights[bucket] for bucket in sorted(self._followed)}
-        self._followed.clear()
-        return taken
+    def caught_up(self, steps: int) -> None:
+        """This client has come by the weights of so many steps in another way."""
+        self.feed(m.CaughtUp(steps))
+        self.settle()
 
     def _handle(self, event: Any) -> None:
-        if isinstance(event, m.GradientReady):
-            self._recorder.mark("ready", event.bucket, self._machine.step_of(event.bucket))
+        if isinstance(event, tuple) and len(event) == 3:
+            bucket, step, image = event
+            self._gradients[bucket, step] = image
+            self._mark("queued", bucket, step)
+            event = m.GradientReady(bucket, step)
+        elif isinstance(event, tuple):
+            event = self._take(*event)
         for command in self._machine.handle(event):
             if isinstance(command, m.SendGradient):
                 self._send(command.piece, command.step)
-            elif isinstance(command, m.ReceiveWeights):
-                self._receive(command.piece)
             elif isinstance(command, m.DeliverWeights):
-                self._recorder.mark("received", command.bucket, command.step, self._server)
-                if command.followed:
-                    self._followed.add(command.bucket)
-                else:
-                    self._delivered[command.bucket] = command.step
-                    self._deliver(command.bucket, self._weights[command.bucket])
+                self._gradients.pop((command.bucket, command.step), None)
+                self._delivered[command.bucket] = command.step
+                self._deliver(command.bucket, self._weights[command.bucket])
         with self._changed:
             self._unhandled -= 1
             self._settled = self._machine.steps if self._machine.between_steps else None
@@ -150,55 +204,66 @@ class ClientEngine(_Engine):
     def _idle(self) -> None:
         pass
 
+    def _take(self, source: int, message: Buffer) -> m.WeightsReceived:
+        step, piece = self._piece(source, message)
+        into = self._weights[piece.bucket][piece.offset : piece.offset + piece.nbytes]
+        dtype = self.plan.buckets[piece.bucket].dtype
+        formats.decode(self._incoming, dtype, self._elements(message, piece), into)
+        self._channel.release(message)
+        self._mark("received", piece.bucket, step, source, piece.index)
+        return m.WeightsReceived(piece, step)
+
     def _send(self, piece: Piece, step: int) -> None:
         def done() -> None:
-            self._recorder.mark("sent", piece.bucket, step, self._server)
+            self._mark("sent", piece.bucket, step, self._server, piece.index)
             self.feed(m.GradientSent(piece))
 
-        self._channel.isend(self._server, piece.index, _part(self._gradients[piece.bucket], piece), done)
+        bucket = self.plan.buckets[piece.bucket]
+        message = header.message_of(self._gradients[piece.bucket, step], bucket.pieces, piece)
+        if self._is_narrow(piece):
+            message = self._narrowed(piece, step, message)
+        self._mark("started", piece.bucket, step, self._server, piece.index)
+        self._isend(self._server, piece, message, done)
 
-    def _receive(self, piece: Piece) -> None:
-        part = _part(self._weights[piece.bucket], piece)
-        self._channel.ibcast(piece.bucket, self._server, part, lambda: self.feed(m.WeightsReceived(piece)))
+    def _narrowed(self, piece: Piece, step: int, message: Buffer) -> Buffer:
+        narrow = np.empty(HEADER_BYTES + self._wire_bytes(piece, self._outgoing), dtype=np.uint8)
+        header.write(narrow, step, piece.index)
+        dtype = self.plan.buckets[piece.bucket].dtype
+        feedback = self._feedback.get(piece.index)
+        if feedback is None:
+            feedback = self._feedback[piece.index] = Feedback(self._outgoing, dtype, piece.nbytes)
+        feedback.encode(message[HEADER_BYTES:], narrow[HEADER_BYTES:])
+        return narrow
 
 
 class ServerEngine(_Engine):
     """The server's engine.
 
     Args:
-        plan: the buckets.
-        channel: with a lane for each bucket.
-        recorder: of the timeline.
-        credit_bytes: how much may be under way.
+        wiring: see :class:`Wiring`.
         clients: the ranks that train.
-        hand_over: called with each bucket's mean gradient, on the engine's thread.
-        tell_to_follow: called with (client, step) when a step goes on without a client that has left.
+        hand_over: called with each unit's mean gradient, on the engine's thread.
         on_idle: called on the engine's thread when nothing has happened for a second, with the buckets that each
             client owes.
-        rank: this rank.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        channel: Channel,
-        recorder: Recorder,
-        credit_bytes: int,
+        wiring: Wiring,
         clients: list[int],
         hand_over: Deliver,
-        tell_to_follow: Callable[[int, int], None],
         on_idle: Callable[[dict[int, list[int]]], None] = lambda owing: None,
-        rank: int = 0,
     ) -> None:
-        super().__init__(plan, channel, recorder)
-        self._machine = ServerMachine(plan, clients, credit_bytes)
+        super().__init__(wiring, wiring.wire, wiring.wire_weights)
+        self._machine = ServerMachine(self.plan, clients, wiring.credit_bytes)
+        self._clients = clients
         self._hand_over = hand_over
-        self._tell_to_follow = tell_to_follow
         self._on_idle = on_idle
-        self._rank = rank
-        self._gradients = {client: self._buffers() for client in clients}
-        self._weights: dict[int, Buffer] = {}
-        self._updates = [0] * len(plan.buckets)
+        self._arrived: list[dict[int, Buffer]] = [{} for _ in self.plan.pieces]  # messages, by piece and client
+        self._means: dict[int, Buffer] = {}  # of units that are partly reduced
+        self._pool = Pool(max((unit.nbytes for unit in self.plan.units), default=0))
+        self._weights: dict[int, Buffer] = {}  # images, by unit
+        self._narrow: dict[int, Buffer] = {}  # messages of the newest weights, by piece, where the wire is narrow
         # True for each step begun, False for each end of a phase, in order.
         self._steps: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._begun = self._waited = 0  # steps put into that queue, and taken from it
@@ -206,9 +271,9 @@ class ServerEngine(_Engine):
 
     def start(self) -> None:
         """Post the receives and begin: from now on gradients are handed over."""
-        for command in self._machine.start():
-            self._execute(command)
         self._thread.start()
+        for client in self._clients:
+            self._listen(client)
 
     def open_phase(self) -> None:
         """The clients that have ended the phase may take part again."""
@@ -235,40 +300,47 @@ class ServerEngine(_Engine):
         """Whether a step has begun that nobody has waited for."""
         return self._begun > self._waited
 
-    def updated(self, bucket: int, data: Buffer) -> None:
-        """The optimizer has updated a bucket: its new weights, which must stay untouched."""
-        self._weights[bucket] = data
-        self.feed(m.Updated(bucket))
+    def updated(self, unit: int, step: int, image: Buffer) -> None:
+        """The optimizer has updated a unit: the image of its new weights, which must stay untouched."""
+        self.feed((unit, step, image))
 
     def _idle(self) -> None:
         self._on_idle(self._machine.waiting_for())
 
     def _handle(self, event: Any) -> None:
-        if isinstance(event, m.GradientReceived):
-            bucket = event.piece.bucket
-            self._recorder.mark("received", bucket, self._machine.step_of(bucket), event.client)
-        elif isinstance(event, m.Updated):
-            self._recorder.mark("updated", event.bucket, self._updates[event.bucket])
-            self._updates[event.bucket] += 1
+        if isinstance(event, tuple) and len(event) == 3:
+            unit, step, image = event
+            self._weights[unit] = image
+            for piece in self.plan.units[unit].pieces:
+                self._narrow.pop(piece.index, None)
+            self._mark("updated", self.plan.units[unit].bucket, step, piece=self.plan.units[unit].pieces[0].index)
+            event = m.Updated(unit, step)
+        elif isinstance(event, tuple):
+            event = self._take(*event)
         todo = deque(self._machine.handle(event))
         while todo:
             command = todo.popleft()
             self._execute(command)
             if isinstance(command, m.Reduce):
-                todo.extend(self._machine.handle(m.Reduced(command.bucket)))
+                todo.extend(self._machine.handle(m.Reduced(command.piece)))
+
+    def _take(self, source: int, message: Buffer) -> m.GradientReceived:
+        step, piece = self._piece(source, message)
+        self._mark("received", piece.bucket, step, source, piece.index)
+        if source in self._arrived[piece.index]:
+            raise ProtocolError(f"rank {source} sent piece {piece.index} of bucket {piece.bucket} twice")
+        self._arrived[piece.index][source] = message
+        return m.GradientReceived(source, piece, step)
 
     def _execute(self, command: m.ServerCommand) -> None:
-        if isinstance(command, m.PostReceive):
-            self._receive(command.client, command.piece)
-        elif isinstance(command, m.Reduce):
-            parts = [self._gradients[client][command.bucket] for client in command.clients]
-            mean = reduce.mean(parts, self.plan.buckets[command.bucket].dtype)
-            self._recorder.mark("reduced", command.bucket, command.step)
-            self._hand_over(command.bucket, mean)
-        elif isinstance(command, m.Broadcast):
-            self._broadcast(command.piece, command.step)
-        elif isinstance(command, m.TellToFollow):
-            self._tell_to_follow(command.client, command.step)
+        if isinstance(command, m.Reduce):
+            self._reduce(command.piece, command.step, command.clients)
+        elif isinstance(command, m.HandOver):
+            unit, mean = self.plan.units[command.unit], self._means.pop(command.unit)
+            self._hand_over(command.unit, mean[: unit.nbytes])
+            self._pool.give(mean)
+        elif isinstance(command, m.SendWeights):
+            self._send(command.client, command.piece, command.step)
         elif isinstance(command, m.StepBegan):
             self._begun += 1
             self._steps.put(True)
@@ -277,13 +349,37 @@ class ServerEngine(_Engine):
         elif isinstance(command, m.Fail):
             raise DisagreementError(command.message)
 
-    def _receive(self, client: int, piece: Piece) -> None:
-        part = _part(self._gradients[client][piece.bucket], piece)
-        self._channel.irecv(client, piece.index, part, lambda: self.feed(m.GradientReceived(client, piece)))
+    def _reduce(self, piece: Piece, step: int, clients: tuple[int, ...]) -> None:
+        number = self.plan.unit_of[piece.index]
+        if number not in self._means:
+            self._means[number] = self._pool.take()
+        start = piece.offset - self.plan.units[number].pieces[0].offset
+        out = self._means[number][start : start + piece.nbytes]
+        arrived = self._arrived[piece.index]
+        parts = [self._elements(arrived[client], piece) for client in clients]
+        reduce.mean(parts, self.plan.buckets[piece.bucket].dtype, self._incoming, out)
+        for message in arrived.values():
+            self._channel.release(message)
+        arrived.clear()
+        self._mark("reduced", piece.bucket, step, piece=piece.index)
 
-    def _broadcast(self, piece: Piece, step: int) -> None:
-        def done() -> None:
-            self._recorder.mark("broadcast", piece.bucket, step)
-            self.feed(m.BroadcastDone(piece))
+    def _send(self, client: int, piece: Piece, step: int) -> None:
+        def done(client: int, piece: Piece, step: int) -> None:
+            self._mark("broadcast", piece.bucket, step, client, piece.index)
+            self.feed(m.WeightsSent(client, piece))
 
-        self._channel.ibcast(piece.bucket, self._rank, _part(self._weights[piece.bucket], piece), done)
+        unit = self.plan.unit_of[piece.index]
+        message = header.message_of(self._weights[unit], self.plan.units[unit].pieces, piece)
+        if self._is_narrow(piece):
+            message = self._narrowed(piece, step, message)
+        self._isend(client, piece, message, partial(done, client, piece, step))
+
+    def _narrowed(self, piece: Piece, step: int, message: Buffer) -> Buffer:
+        """The narrow message of a piece of the newest weights, made once for all clients."""
+        if piece.index not in self._narrow:
+            narrow = np.empty(HEADER_BYTES + self._wire_bytes(piece, self._outgoing), dtype=np.uint8)
+            header.write(narrow, step, piece.index)
+            dtype = self.plan.buckets[piece.bucket].dtype
+            formats.encode(self._outgoing, dtype, message[HEADER_BYTES:], narrow[HEADER_BYTES:])
+            self._narrow[piece.index] = narrow
+        return self._narrow[piece.index]

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpipipe import link as links
 from mpipipe._version import __version__
-from mpipipe.engine import ClientEngine, Deliver, ServerEngine
+from mpipipe.engine import ClientEngine, Deliver, ServerEngine, Wiring
 from mpipipe.errors import DisagreementError, ProtocolError
+from mpipipe.logs import logger
 from mpipipe.protocol import messages as m
 from mpipipe.protocol import plan as planning
 from mpipipe.protocol.plan import Plan, VariableSpec
@@ -99,9 +101,12 @@ class Inbox:
 
 
 class _Session:
-    """What both sides share: the arrays that everybody gets from the server, outside the steps."""
+    """What both sides share: what was agreed, and the arrays that the server sends outside the steps."""
 
-    _arrays: Channel  # one lane, for what is broadcast in the same order on all ranks
+    _arrays: Channel  # for those arrays
+    _variables: tuple[VariableSpec, ...] = ()
+    # What the server has decided: the sizes, whether buckets may be updated by pieces, the wire formats, ...
+    _agreed: Message
 
     def __init__(self, context: Context, number: int) -> None:
         self.number = number
@@ -109,19 +114,24 @@ class _Session:
         self.plan: Plan | None = None
         self._context = context
 
-    def broadcast(self, arrays: Arrays) -> list[NDArray[Any]]:
-        """The server's arrays on every rank; clients give arrays of the same shapes and dtypes."""
-        buffers = [plain.encode(array).copy() for array in arrays]
-        left = threading.Semaphore(0)
-        sent = [buffer for buffer in buffers if buffer.size]
-        for buffer in sent:
-            self._arrays.ibcast(0, SERVER, buffer, left.release)
-        for _ in sent:
-            _wait(left)
-        return [
-            plain.decode(buffer, array.dtype.name).reshape(array.shape)
-            for buffer, array in zip(buffers, arrays, strict=True)
-        ]
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step's weights may still be on their way when the next one begins."""
+        return bool(self._agreed["overlap"])
+
+    def plan_for(self, has_gradient: Sequence[bool]) -> Plan:
+        """The plan for the variables agreed on, if these of them get a gradient; the same on every rank."""
+        sizes = {name: self._agreed[name] for name in ("piece_bytes", "fuse_bytes", "max_buckets", "divisible")}
+        return planning.make_plan(self._variables, has_gradient, **sizes)
+
+    def _wiring(self, plan: Plan) -> Wiring:
+        """How this rank's engine is connected. Collective."""
+        shared = {name: self._agreed[name] for name in ("credit_bytes", "wire", "wire_weights", "overlap")}
+        channel = self._context.transport.open_channel()
+        recorder = self._context.recorder
+        layers = ["+".join(dict.fromkeys(plan.variables[v].layer for v in b.variables)) for b in plan.buckets]
+        recorder.describe(self.number, layers, [bucket.nbytes for bucket in plan.buckets])
+        return Wiring(plan, channel, recorder, number=self.number, **shared)
 
     def _say(self, dest: int, kind: str, content: Message) -> None:
         self._context.transport.send_control(dest, {"session": self.number, "kind": kind, **content})
@@ -134,11 +144,7 @@ class ClientSession(_Session):
 
     def receive(self, source: int, message: Message) -> None:
         """Take a control message, on the transport's thread."""
-        if message["kind"] == "follow":
-            assert self.engine is not None
-            self.engine.feed(m.StepToFollow(message["step"]))
-        else:
-            self.inbox.put(source, message)
+        self.inbox.put(source, message)
 
     def round(self, kind: str, **content: Any) -> Message:
         """Say something to the server and wait for its answer to all clients.
@@ -156,35 +162,51 @@ class ClientSession(_Session):
         return answer
 
     def agree(self, variables: Sequence[VariableSpec]) -> None:
-        """Compare variables with the server's.
+        """Compare variables with the server's, and take over what it has decided.
 
         Raises:
             DisagreementError: another rank has built a different model.
         """
-        self.round("agree", variables=planning.to_json(variables), version=__version__)
-        self._arrays = self._context.transport.open_channel(1)
+        answer = self.round("agree", variables=planning.to_json(variables), version=__version__)
+        # The server's names: Keras may have numbered layers differently here, and they decide what shares a bucket.
+        self._variables = planning.from_json(answer["variables"])
+        self._arrays = self._context.transport.open_channel()
+        if answer["measures"]:
+            links.take_part(self._arrays, SERVER)
+        self._agreed = self._answer()
 
     def open(self, has_gradient: Sequence[bool], unsynchronised: bool, deliver: Deliver) -> bool:
         """Agree on the variables that get a gradient and start the engine.
 
         Args:
-            has_gradient: by variable.
-            unsynchronised: whether these first gradients come from weights other than the server's.
+            has_gradient: for each variable, whether this client has a gradient for it.
+            unsynchronised: whether this client's first gradients come from weights that were not the server's.
             deliver: see :class:`ClientEngine`.
 
         Returns:
             Whether all ranks throw the first gradients away, because some come from other weights.
         """
         answer = self.round("open", has_gradient=list(has_gradient), unsynchronised=unsynchronised)
-        self.plan = planning.make_plan(planning.from_json(answer["variables"]), has_gradient, **answer["sizes"])
+        self.plan = self.plan_for(has_gradient)
         if self.plan.digest != answer["digest"]:
             raise ProtocolError("this rank's plan is not the server's: the ranks run different versions of mpipipe")
-        channel = self._context.transport.open_channel(len(self.plan.buckets))
-        credit = self._context.config.credit_bytes
-        self.engine = ClientEngine(self.plan, channel, self._context.recorder, credit, deliver, SERVER)
+        self.engine = ClientEngine(self._wiring(self.plan), deliver, SERVER)
         return bool(answer["skip_first"])
 
-    def end_phase(self, state: Arrays, **content: Any) -> tuple[Message, dict[int, Buffer]]:
+    def receive_arrays(self, like: Arrays) -> list[NDArray[Any]]:
+        """What the server sends by :meth:`ServerSession.send_arrays`: arrays of the shapes and dtypes of ``like``."""
+        buffers = [np.empty(array.nbytes, dtype=np.uint8) for array in like]
+        arrived = threading.Semaphore(0)
+        for tag, buffer in enumerate(buffers):
+            self._arrays.irecv(SERVER, tag, buffer, arrived.release)
+        for _ in buffers:
+            _wait(arrived)
+        return [
+            plain.decode(buffer, array.dtype.name).reshape(array.shape)
+            for buffer, array in zip(buffers, like, strict=True)
+        ]
+
+    def end_phase(self, state: Arrays, **content: Any) -> Message:
         """Meet the others after this client's last step.
 
         Args:
@@ -192,9 +214,10 @@ class ClientSession(_Session):
             **content: ``logs`` and ``samples``: this client's metrics, and the number of samples behind them.
 
         Returns:
-            The server's answer, and the weights of buckets that have changed since, by the others' further steps.
+            The server's answer. Where it says ``catch_up``, the weights follow: others have gone on for further steps,
+            or what was sent in the steps was not exact.
         """
-        steps = self.engine.settle() if self.engine else 0
+        steps = self.steps_done()
         self._say(SERVER, "phase", {"steps": steps, "state": _shapes(state), **content})
         left = threading.Semaphore(0)
         buffers = [plain.encode(array) for array in state]
@@ -202,11 +225,7 @@ class ClientSession(_Session):
             self._arrays.isend(SERVER, tag, buffer, left.release)
         for _ in buffers:
             _wait(left)
-        answer = self._answer()
-        if self.engine is None:
-            return answer, {}
-        self.engine.settle(answer["steps"])
-        return answer, self.engine.take_followed()
+        return self._answer()
 
     def say(self, kind: str, **content: Any) -> None:
         """Come to a round that the server does not answer."""
@@ -291,8 +310,12 @@ class ServerSession(_Session):
         self.answer("error", error=message)
         raise DisagreementError(message)
 
-    def agree(self, variables: Sequence[VariableSpec]) -> None:
-        """Compare variables with the clients'.
+    def agree(self, variables: Sequence[VariableSpec], *, divisible: bool) -> None:
+        """Compare variables with the clients', and decide on sizes.
+
+        Args:
+            variables: the trainable variables.
+            divisible: whether the optimizer may update them by pieces.
 
         Raises:
             DisagreementError: a client has built a different model; the message names the first layer that differs.
@@ -306,8 +329,30 @@ class ServerSession(_Session):
         if unlike:
             self.fail(_describe_difference(variables, unlike, self.clients))
         self._variables = tuple(variables)
-        self.answer("agree")
-        self._arrays = self._context.transport.open_channel(1)
+        config, context = self._context.config, self._context
+        wanted = {name: getattr(config, name) for name in ("piece_bytes", "fuse_bytes", "credit_bytes")}
+        measures = None in wanted.values() and context.link is None
+        self.answer("agree", variables=planning.to_json(variables), measures=measures)
+        self._arrays = context.transport.open_channel()
+        if measures:
+            context.link = links.measure(self._arrays, self.clients)
+        if context.link is not None and None in wanted.values():
+            nbytes = sum(variable.nbytes for variable in variables)
+            chosen = links.choose_sizes(context.link, nbytes, len(self.clients))
+            wanted = {name: getattr(chosen, name) if size is None else size for name, size in wanted.items()}
+            say = logger.info if measures else logger.debug
+            say(
+                "link: %.4g MB/s each way, %.0f us a message; %.4g MB of weights travel in pieces of %d KiB, "
+                "%d KiB under way to a rank",
+                context.link.rate / 1e6,
+                context.link.overhead * 1e6,
+                nbytes / 1e6,
+                wanted["piece_bytes"] >> 10,
+                wanted["credit_bytes"] >> 10,
+            )
+        shared = {name: getattr(config, name) for name in ("max_buckets", "wire", "wire_weights", "overlap")}
+        self._agreed = {**wanted, **shared, "divisible": divisible}
+        self.answer("agreed", **self._agreed)
 
     def open(self, hand_over: Deliver) -> bool:
         """Take over from the clients which variables get a gradient and make the engine, which is yet to be started.
@@ -325,25 +370,10 @@ class ServerSession(_Session):
                 if ours != theirs:
                     having, lacking = (self.clients[0], client) if ours else (client, self.clients[0])
                     self.fail(f"{variable.path} gets a gradient on rank {having} but none on rank {lacking}")
-        config = self._context.config
-        sizes = {name: getattr(config, name) for name in ("piece_bytes", "fuse_bytes", "max_buckets")}
         skip_first = any(message["unsynchronised"] for message in said.values())
-        variables = planning.to_json(self._variables)
-        self.plan = planning.make_plan(self._variables, first, **sizes)
-        digest = self.plan.digest
-        self.answer("open", variables=variables, sizes=sizes, digest=digest, skip_first=skip_first)
-        channel = self._context.transport.open_channel(len(self.plan.buckets))
-        engine = ServerEngine(
-            self.plan,
-            channel,
-            self._context.recorder,
-            config.credit_bytes,
-            self.clients,
-            hand_over,
-            lambda client, step: self._say(client, "follow", {"step": step}),
-            self._fail_if_owing_elsewhere,
-            SERVER,
-        )
+        self.plan = self.plan_for(first)
+        self.answer("open", digest=self.plan.digest, skip_first=skip_first)
+        engine = ServerEngine(self._wiring(self.plan), self.clients, hand_over, self._fail_if_owing_elsewhere)
         with self._lock:
             self.engine = engine  # the caller starts it, when there is something to hand over to
             for event in self._before_engine:
@@ -407,13 +437,37 @@ class ServerSession(_Session):
             time.sleep(1e-3)
             patience -= 1e-3 * self.engine.step_waits
 
-    def answer_phase(self, said: dict[int, Message], **content: Any) -> None:
-        """Answer the end of a phase: whatever the clients do next, all of them may take part again."""
+    def answer_phase(self, said: dict[int, Message], weights: Callable[[], Arrays], **content: Any) -> None:
+        """Answer the end of a phase: whatever the clients do next, all of them may take part again.
+
+        Args:
+            said: what :meth:`collect_phase` has returned.
+            weights: called where some client has not got the newest ones: the variables that get a gradient.
+            **content: what else to answer.
+        """
         steps = max(message["steps"] for message in said.values())
         if self.engine is not None:
             self.engine.open_phase()
         self.latest.clear()
-        self.answer("phase", steps=steps, **content)
+        exact = self._agreed["wire_weights"] == "plain"
+        behind = [client for client in self.clients if said[client]["steps"] < steps or (steps and not exact)]
+        if self.engine is None:
+            behind = []
+        for client in self.clients:
+            self._say(client, "phase", {"steps": steps, "catch_up": client in behind, **content})
+        if behind:
+            self.send_arrays(weights(), behind)
+
+    def send_arrays(self, arrays: Arrays, clients: Sequence[int] | None = None) -> None:
+        """Send arrays to clients, all by default, which call :meth:`ClientSession.receive_arrays`."""
+        left = threading.Semaphore(0)
+        buffers = [plain.encode(array) for array in arrays]
+        clients = self.clients if clients is None else clients
+        for client in clients:
+            for tag, buffer in enumerate(buffers):
+                self._arrays.isend(client, tag, buffer, left.release)
+        for _ in range(len(clients) * len(buffers)):
+            _wait(left)
 
     def mean_arrays(self, like: Arrays) -> list[NDArray[Any]]:
         """The mean over clients of the arrays that each sends; of those that are not floats, the first client's.

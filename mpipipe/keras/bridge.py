@@ -1,10 +1,10 @@
 """Queues between the TensorFlow graph and an engine.
 
-One queue a bucket carries what the graph takes. What the graph gives goes into one queue for all buckets, read by one
-thread: each bucket enqueues through a handle of its own, because ``tf.function`` orders operations by the handle that
-they use, and a gradient may not wait for the one that was traced before it. Queue operations are asynchronous kernels:
-a graph that waits in one holds neither a thread nor the GIL. Everything travels as bytes, which is a cast without a
-copy in both directions.
+A *slot* is a bucket on a client and a unit on the server. One queue a slot carries what the graph takes. What the graph
+gives goes into one queue for all slots, read by one thread: each slot enqueues through a handle of its own, because
+``tf.function`` orders operations by the handle that they use, and a gradient may not wait for the one that was traced
+before it. Queue operations are asynchronous kernels: a graph that waits in one holds neither a thread nor the GIL.
+Everything travels as bytes, which is a cast without a copy in both directions.
 """
 
 from __future__ import annotations
@@ -17,96 +17,127 @@ import numpy as np
 import tensorflow as tf
 
 from mpipipe.keras import compat
-from mpipipe.protocol.plan import Bucket, Plan, item_bytes
+from mpipipe.protocol.plan import Bucket, Piece, Unit, item_bytes
 from mpipipe.transport.base import Buffer
 
-# A bucket gives a gradient (or weights) and, on a timeline, a mark a step; no rank is ever two steps ahead.
-_CAPACITY_PER_BUCKET = 4
+# A slot gives a gradient (or weights) and, on a timeline, a mark a step; no rank is ever two steps ahead.
+_CAPACITY_PER_SLOT = 4
+
+# What the graph has given: a slot's number, the step, an image (see mpipipe.wire.header).
+OnData = Callable[[int, int, Buffer], None]
 
 
 class Bridge:
     """The queues of one optimizer.
 
     Args:
-        plan: the buckets.
+        slots: a client's buckets or the server's units, by number.
         variables: by the position that the plan gives them.
-        on_data: called with a bucket and its bytes when the graph has given them.
-        on_mark: called with a bucket for which :meth:`mark` was run.
+        on_data: called when the graph has given a slot's image.
+        on_mark: called with a mark's number (see :meth:`mark`) and the step.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        slots: Sequence[Bucket | Unit],
         variables: Sequence[Any],
-        on_data: Callable[[int, Buffer], None],
-        on_mark: Callable[[int], None],
+        on_data: OnData,
+        on_mark: Callable[[int, int], None] = lambda number, step: None,
     ) -> None:
-        self.plan = plan
+        self.slots = slots
         self._variables = [compat.native(variable) for variable in variables]
         self._on_data, self._on_mark = on_data, on_mark
-        count = len(plan.buckets)
         with tf.init_scope(), tf.device("CPU"):
-            self._given = tf.queue.FIFOQueue(_CAPACITY_PER_BUCKET * count + 1, [tf.int32, tf.uint8])
-            # Two handles a bucket, for data and for marks: neither may wait for the other.
-            self._handles = [tf.identity(self._given.queue_ref) for _ in range(2 * count)]
-            self._taken = [tf.queue.FIFOQueue(2, [tf.uint8]) for _ in range(count)]
+            # The step of what is given next; it goes into every header.
+            self._step = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._given = tf.queue.FIFOQueue(_CAPACITY_PER_SLOT * len(slots) + 4, [tf.int32, tf.int64, tf.uint8])
+            self._handles = [tf.identity(self._given.queue_ref) for _ in slots]
+            self._taken = [tf.queue.FIFOQueue(2, [tf.uint8]) for _ in slots]
         self._thread = threading.Thread(target=self._run, name="mpipipe-bridge", daemon=True)
         self._thread.start()
 
-    def variables_of(self, bucket: Bucket) -> list[Any]:
-        """The variables of a bucket, as ``tf.Variable``."""
-        return [self._variables[position] for position in bucket.variables]
+    def variables_of(self, slot: Bucket | Unit) -> list[Any]:
+        """The variables of a slot, as ``tf.Variable``."""
+        return [self._variables[region.variable] for region in slot.regions]
 
-    def give(self, bucket: Bucket, tensors: Sequence[Any]) -> None:
-        """In the graph: hand over one tensor for each of a bucket's variables, as soon as all of them are there."""
-        flat = [tf.reshape(tf.cast(tensor, bucket.dtype), [-1]) for tensor in tensors]
-        whole = flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)
-        self._enqueue(bucket.index, bucket.index, tf.reshape(tf.bitcast(whole, tf.uint8), [-1]))
+    def give(self, slot: Bucket | Unit, tensors: Sequence[Any]) -> None:
+        """In the graph: hand over one tensor for each of a slot's regions, as soon as all of them are there."""
+        contents = [_bytes(tf.cast(tensor, slot.dtype)) for tensor in tensors]
+        step = self._step.read_value()
+        parts = []
+        for piece in slot.pieces:
+            parts.append(_bytes(tf.stack([step, tf.constant(piece.index, tf.int64)])))
+            parts += _cut(slot, contents, piece)
+        self._enqueue(self._handles[slot.index], slot.index, step, tf.concat(parts, axis=0))
 
-    def mark(self, bucket: Bucket, after: Sequence[Any]) -> None:
-        """In the graph: report that these operations are done."""
-        count = len(self.plan.buckets)
+    def end_step(self) -> None:
+        """In the graph: what is given from here on belongs to the next step."""
+        self._step.assign_add(1)
+
+    @property
+    def steps(self) -> int:
+        """Steps given so far."""
+        return int(self._step)
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._step.assign(steps)
+
+    def mark(self, number: int, after: Sequence[Any]) -> None:
+        """In the graph: report a number from 1 on when these operations are done."""
+        with tf.init_scope(), tf.device("CPU"):
+            handle = tf.identity(self._given.queue_ref)  # of its own: it may not wait for other marks
         with tf.control_dependencies([operation for operation in after if operation is not None]):
-            self._enqueue(count + bucket.index, -1 - bucket.index, tf.zeros([0], tf.uint8))
+            self._enqueue(handle, -number, self._step.read_value(), tf.zeros([0], tf.uint8))
 
-    def take(self, bucket: Bucket) -> list[Any]:
-        """In the graph: wait for a bucket's next bytes; returns a tensor for each of its variables."""
-        data = self._taken[bucket.index].dequeue()
-        if (item := item_bytes(bucket.dtype)) > 1:
+    def take(self, slot: Bucket | Unit) -> list[Any]:
+        """In the graph: wait for a slot's next elements; returns a flat tensor for each of its regions."""
+        data = self._taken[slot.index].dequeue()
+        if (item := item_bytes(slot.dtype)) > 1:
             data = tf.reshape(data, [-1, item])
-        flat = tf.bitcast(data, tf.as_dtype(bucket.dtype))
-        variables = self.variables_of(bucket)
-        parts = tf.split(flat, [variable.shape.num_elements() for variable in variables])
-        return [tf.reshape(part, variable.shape) for part, variable in zip(parts, variables, strict=True)]
+        flat = tf.bitcast(data, tf.as_dtype(slot.dtype))
+        flat.set_shape([sum(region.size for region in slot.regions)])
+        return [flat] if len(slot.regions) == 1 else list(tf.split(flat, [region.size for region in slot.regions]))
 
-    def put(self, bucket: int, data: Buffer) -> None:
-        """From any thread: bytes for the graph to take. They are copied before this returns."""
+    def put(self, slot: int, data: Buffer) -> None:
+        """From any thread: elements for the graph to take. They are copied before this returns."""
         with tf.device("CPU"):
-            self._taken[bucket].enqueue(tf.constant(data))
-
-    def assign(self, bucket: int, data: Buffer) -> None:
-        """Outside the graph: set a bucket's variables from bytes."""
-        self.put(bucket, data)
-        taken = self.plan.buckets[bucket]
-        for variable, value in zip(self.variables_of(taken), self.take(taken), strict=True):
-            variable.assign(value)
+            self._taken[slot].enqueue(tf.constant(data))
 
     def close(self) -> None:
         """End the thread."""
-        self._given.enqueue((np.int32(len(self.plan.buckets)), np.zeros(0, np.uint8)))
+        self._given.enqueue((np.int32(len(self.slots)), np.int64(0), np.zeros(0, np.uint8)))
         self._thread.join()
 
-    def _enqueue(self, handle: int, code: int, data: Any) -> None:
-        tf.raw_ops.QueueEnqueueV2(handle=self._handles[handle], components=[tf.constant(code, tf.int32), data])
+    def _enqueue(self, handle: Any, code: int, step: Any, data: Any) -> None:
+        tf.raw_ops.QueueEnqueueV2(handle=handle, components=[tf.constant(code, tf.int32), step, data])
 
     def _run(self) -> None:
         while True:
-            code, data = self._given.dequeue()
-            bucket = int(code)
-            if bucket == len(self.plan.buckets):
+            code, step, data = self._given.dequeue()
+            slot = int(code)
+            if slot == len(self.slots):
                 return
-            if bucket < 0:
-                self._on_mark(-1 - bucket)
+            if slot < 0:
+                self._on_mark(-slot, int(step))
             else:
                 # The array is a view that keeps the tensor alive.
-                self._on_data(bucket, np.asarray(memoryview(data)))
+                self._on_data(slot, int(step), np.asarray(memoryview(data)))
+
+
+def _bytes(tensor: Any) -> Any:
+    """The bytes of a tensor, flat."""
+    return tf.reshape(tf.bitcast(tensor, tf.uint8), [-1])
+
+
+def _cut(slot: Bucket | Unit, contents: Sequence[Any], piece: Piece) -> list[Any]:
+    """The parts of a piece, from the bytes of each region of a slot."""
+    item = item_bytes(slot.dtype)
+    start, at, parts = piece.offset - slot.pieces[0].offset, 0, []
+    for region, content in zip(slot.regions, contents, strict=True):
+        nbytes = region.size * item
+        a, b = max(start - at, 0), min(start + piece.nbytes - at, nbytes)
+        if a < b:
+            parts.append(content if b - a == nbytes else content[a:b])
+        at += nbytes
+    return parts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mpipipe.errors import EnvironmentProblem
@@ -55,6 +55,49 @@ def updates_by_variable(optimizer: Any) -> bool:
     stock = keras.optimizers.Optimizer
     names = ("apply", "_backend_apply_gradients", "_backend_update_step", "_clip_gradients", "_clip_by_norm")
     return all(getattr(type(optimizer), name) is getattr(stock, name) for name in names)
+
+
+# Optimizers whose update of an element depends on nothing but that element's gradient, value and slots.
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Ftrl", "Lion")
+
+
+def is_elementwise(optimizer: Any) -> bool:
+    """Whether an optimizer is one of Keras's that treat every element by itself (and not a class made from one)."""
+    return type(optimizer) in [getattr(keras.optimizers, name) for name in _ELEMENTWISE]
+
+
+class OptimizerOfPart:
+    """An optimizer that has, in place of a variable and its slots, the same part of each.
+
+    Attributes:
+        part: the part of the variable.
+        average: the part of its moving average, or None.
+    """
+
+    def __init__(self, optimizer: Any, variable: Any, part_of: Callable[[Any], Any]) -> None:
+        index, count = optimizer._get_variable_index(variable), len(optimizer._trainable_variables)
+        self.part = part_of(variable)
+        # A copy without Keras's tracking: it shares iterations and learning rate and has nothing else of its own.
+        copy = object.__new__(type(optimizer))
+        copy.__dict__.update(vars(optimizer))
+        slots = []
+        for name, value in vars(optimizer).items():
+            # Slots are lists with a variable for each of the trainable ones, whatever an optimizer calls them.
+            a_list = isinstance(value, (list, tuple)) and name not in ("_variables", "_trainable_variables")
+            if not a_list or len(value) != count:
+                continue
+            if getattr(value[index], "shape", None) == variable.shape:
+                slots.append(part_of(value[index]))
+                copy.__dict__[name] = [slots[-1]]
+        copy.__dict__["_get_variable_index"] = lambda _: 0
+        self.average = copy.__dict__["_model_variables_moving_average"][0] if optimizer.use_ema else None
+        self.update_step = copy.update_step
+        self._parts = [self.part, *slots]
+
+    def write(self) -> None:
+        """Put the parts back into the variables."""
+        for part in self._parts:
+            part.write()
 
 
 def is_built(model: Any) -> bool:
@@ -168,6 +211,18 @@ def users_callbacks(callbacks: Any) -> list[Any]:
         added = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
         return [callback for callback in callbacks.callbacks if not isinstance(callback, added)]
     return [] if callbacks is None else tf.nest.flatten(callbacks)
+
+
+def looks_at_batches(callback: Any) -> bool:
+    """Whether a callback may look at the weights between two batches.
+
+    Those of Keras that act at the end of an epoch only, as most do by default, do not.
+    """
+    names = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+    if all(getattr(getattr(callback, name), "_is_default", False) for name in names):
+        return False
+    ours = type(callback).__module__.startswith("keras.") and not isinstance(callback, keras.callbacks.LambdaCallback)
+    return not (ours and all(getattr(callback, name, "epoch") == "epoch" for name in ("save_freq", "update_freq")))
 
 
 def first_epoch(model: Any, initial_epoch: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,18 +14,20 @@ from mpipipe import context as running
 from mpipipe.errors import MpipipeError
 from mpipipe.keras import compat, trainer
 from mpipipe.keras.bridge import Bridge
-from mpipipe.keras.update import Updater
+from mpipipe.keras.update import Updater, is_divisible
 from mpipipe.logs import logger
 from mpipipe.protocol.plan import VariableSpec
 from mpipipe.session import ClientSession, ServerSession
+from mpipipe.trace import Kind
 
 
 class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     """A Keras optimizer whose updates are computed by the server from the mean of all clients' gradients.
 
     Give it to ``compile``, or use ``apply_gradients`` in a loop of your own; see the README for both. On a client each
-    layer's gradients are sent the moment they are there, and the step ends when the server's new weights have come. On
-    the server ``fit`` serves, ``apply`` serves one step, and :meth:`serve` serves until every client has finished. The
+    layer's gradients are sent the moment they are there. The step ends when the server's new weights have come; where
+    it began with :meth:`take_weights`, as in ``fit``, it ends at once, and the next one waits for each layer's. On the
+    server ``fit`` serves, ``apply`` serves one step, and :meth:`serve` serves until every client has finished. The
     server alone has the optimizer's slots. Where there is one rank only, the wrapped optimizer does everything.
 
     Saving a model saves the wrapped optimizer, so the file opens without mpipipe.
@@ -40,6 +43,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     built: bool
     _ready = False  # whether there is a wrapped optimizer yet
+    _opened = False  # whether all ranks know which variables get a gradient, and steps can be done
 
     def __init__(self, optimizer: Any) -> None:
         compat.check_environment()
@@ -59,6 +63,13 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         self._agreed = False  # whether all ranks have the same variables and the server's values
         self._skip_first = False
         self._passed_steps = 0
+        # Whether a step's new weights are still to be assigned, when the next one begins; a variable, for graphs.
+        self._pending: Any = None
+        # The graphs that begin with take_weights, and whether an eager step has.
+        self._took: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._took_eagerly = False
+        # Whether a step was traced that waits for its own weights, and would not if it were traced again.
+        self.trace_again = False
         trainer.install()
 
     # What Keras sees of the optimizer is the wrapped one's.
@@ -171,11 +182,43 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
                 trainer.exchange_state(self, model)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """On a client: send each gradient when it is there, wait for the new weights. On the server: serve one step.
+    def take_weights(self, variables: Any = None) -> None:
+        """At the top of a training step: from here on the newest weights, each layer's as soon as they have come.
 
-        On the server gradients are not used, and what only they need is not computed under ``tf.function``. When no
-        client takes part in a further step, the server's ``apply`` returns without one.
+        With it a step's ``apply`` returns when its gradients are under way, and the forward pass of the next step
+        starts while the weights of deeper layers are still on the wire. ``fit`` does it by itself. Every
+        ``tf.function`` that reads the weights has to begin with it then. Outside of one it waits for all weights:
+        do that before you look at them between two steps. ``finish``, ``evaluate`` and ``predict`` do it by themselves.
+
+        Args:
+            variables: the trainable variables, or the model; on all ranks. May be left out once
+                :meth:`synchronize` has been called.
+        """
+        if self._context.alone:
+            return
+        if variables is not None:
+            model = variables if isinstance(variables, keras.Model) else None
+            if model is not None and not compat.is_built(model):
+                return  # its variables are yet to come: this time apply waits for the weights
+            self.synchronize(variables if model is None else model.trainable_variables)
+        if self._context.is_server or not self._agreed or not self.session.overlaps:
+            return
+        with tf.init_scope():
+            if self._bridge is None:
+                self._connect([True] * len(self._trainable_variables))
+        self._take_pending()
+        if tf.inside_function():
+            self._took.add(tf.compat.v1.get_default_graph())
+        else:
+            self._took_eagerly = True
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """On a client: send each gradient when it is there. On the server: serve one step.
+
+        A client waits for the new weights, unless the step began with :meth:`take_weights`. On the server gradients
+        are not used, and what only they need is not computed under ``tf.function``. When no client takes part in a
+        further step, the server's ``apply`` returns without one.
 
         Args:
             grads: gradients (or None, or ``tf.IndexedSlices``), one for each variable.
@@ -192,7 +235,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         fresh = not self._agreed
         self.synchronize(list(trainable_variables))
         grads = self._in_order(grads, list(trainable_variables))
-        if self._bridge is None:
+        if not self._opened:
             # A graph is traced before its first step runs, which therefore finds the server's weights. An eager loop
             # has already computed with others, where they were not the same.
             late = fresh and not tf.inside_function() and self._changed_weights
@@ -266,7 +309,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def wait_step(self) -> bool:
         """On the server: wait until a client begins a step (True) or all have ended the phase (False)."""
-        if self._bridge is None:
+        if not self._opened:
             self._open(None, unsynchronised=False)
         self._skip_first = False  # whoever waits for a step gets one that is used
         assert isinstance(self._session, ServerSession) and self._session.engine is not None
@@ -280,12 +323,29 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     def end_phase(self, state: Sequence[Any], **content: Any) -> None:
         """On a client: meet the others after this client's last step, and take over weights and state."""
         session = self.session
+        session.steps_done()
+        self.settle()
         values = [variable.numpy() for variable in state]
-        answer, followed = session.end_phase(values, **content)
-        for bucket, data in followed.items():
+        answer = session.end_phase(values, **content)
+        if answer["catch_up"]:
             assert self._bridge is not None
-            self._bridge.assign(bucket, data)
+            trained = self._trained()
+            theirs = session.receive_arrays([compat.native(variable).numpy() for variable in trained])
+            for variable, value in zip(trained, theirs, strict=True):
+                variable.assign(value)
+            session.engine.caught_up(answer["steps"])
+            self._bridge.steps = answer["steps"]
         self._take_over(answer, state, values)
+
+    def settle(self) -> None:
+        """On a client, outside of a graph: have the newest weights in the variables."""
+        if self._pending is not None and bool(self._pending):
+            self._settle()
+
+    def _trained(self) -> list[Any]:
+        """The variables that get a gradient."""
+        has_gradient = self.session.plan.has_gradient
+        return [variable for variable, has in zip(self._trainable_variables, has_gradient, strict=True) if has]
 
     def collect_phase(self, state: Sequence[Any]) -> dict[str, Any]:
         """On the server: end the phase with all clients; returns the mean of their metrics."""
@@ -296,12 +356,16 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         for variable, value in zip(state, means, strict=True):
             variable.assign(value)
         logs: dict[str, Any] = session.mean_logs()
-        session.answer_phase(said, iterations=int(self.inner._iterations))
-        session.broadcast(means)
+        session.answer_phase(
+            said,
+            lambda: [compat.native(variable).numpy() for variable in self._trained()],
+            iterations=int(self.inner._iterations),
+        )
+        session.send_arrays(means)
         return logs
 
     def _take_over(self, answer: dict[str, Any], state: Sequence[Any], values: list[Any]) -> None:
-        for variable, value in zip(state, self.session.broadcast(values), strict=True):
+        for variable, value in zip(state, self.session.receive_arrays(values), strict=True):
             variable.assign(value)
         self.inner._iterations.assign(answer["iterations"])
 
@@ -316,11 +380,14 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         for spec in specs:
             if "float" not in spec.dtype and "complex" not in spec.dtype:
                 raise TypeError(f"{spec.path} is of dtype {spec.dtype}: only floats can be averaged")
-        self.session.agree(specs)
         values = [compat.native(variable).numpy() for variable in variables]
-        theirs = self.session.broadcast(values)
         self._changed_weights = False
-        if not self._context.is_server:
+        if self._context.is_server:
+            self.session.agree(specs, divisible=is_divisible(self.inner, variables))
+            self.session.send_arrays(values)
+        else:
+            self.session.agree(specs)
+            theirs = self.session.receive_arrays(values)
             for variable, value, their in zip(variables, values, theirs, strict=True):
                 self._changed_weights |= value.tobytes() != their.tobytes()
                 variable.assign(their)
@@ -346,29 +413,25 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         """Agree on which variables get a gradient; make the bridge and, on the server, the update."""
         session = self.session
         if isinstance(session, ServerSession):
-            self._skip_first = session.open(lambda bucket, data: self._bridge.put(bucket, data))  # type: ignore[union-attr]
+            self._skip_first = session.open(lambda unit, data: self._bridge.put(unit, data))  # type: ignore[union-attr]
             assert session.engine is not None and session.plan is not None
-            self._bridge = Bridge(session.plan, self._trainable_variables, session.engine.updated, lambda _: None)
-            self._updater = Updater(self.inner, self._trainable_variables, self._bridge)
+            self._bridge = Bridge(session.plan.units, self._trainable_variables, session.engine.updated)
+            self._updater = Updater(self.inner, self._trainable_variables, session.plan, self._bridge)
             session.engine.start()
         else:
             assert has_gradient is not None
             missing = [v for v, has in zip(self._trainable_variables, has_gradient, strict=True) if not has]
             if missing:
                 warnings.warn(f"no gradient for {compat.names(missing)}: they are not trained", stacklevel=4)
+            if self._bridge is None or missing:
+                self._connect(has_gradient)
             self._skip_first = session.open(
                 has_gradient,
                 unsynchronised,
                 lambda bucket, data: self._bridge.put(bucket, data),  # type: ignore[union-attr]
             )
-            engine = session.engine
-            self._bridge = Bridge(
-                session.plan,
-                self._trainable_variables,
-                engine.gradient,
-                engine.assigned,
-            )
-        self._context.closers.append(self._bridge.close)
+        self._opened = True
+        self._context.closers.append(self._close)
         if self._skip_first and self._context.is_server:
             logger.warning(
                 "the first gradients came from weights that were not the server's and are not used: call "
@@ -377,29 +440,100 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         if (model := self._model()) is not None:
             trainer.exchange_state(self, model)
 
-    def _exchange(self, grads: list[Any]) -> None:
-        """On a client: every bucket's gradients into the bridge, its new weights out of it and into the variables."""
+    def _close(self) -> None:
+        if self._bridge is not None:
+            self._bridge.close()
+
+    def _connect(self, has_gradient: list[bool]) -> None:
+        """On a client: make the bridge for a plan. What began with :meth:`take_weights` of another one is void."""
+        self._close()
+        session = self.session
+        self._took.clear()
+        self._took_eagerly = False
+        self._has_gradient = has_gradient
+        plan = session.plan_for(has_gradient)
+        self._bridge = Bridge(
+            plan.buckets,
+            self._trainable_variables,
+            lambda bucket, step, image: session.engine.gradient(bucket, step, image),
+            self._on_mark,
+        )
+        self._pending = tf.Variable(False, trainable=False)
+        self._settle = tf.function(self._take_pending, autograph=False)
+
+    def _on_mark(self, number: int, step: int) -> None:
+        if number >= _ASSIGNED:
+            self.session.engine.assigned(number - _ASSIGNED)
+        else:
+            kind: Kind = "step" if number == _STEP else "loss"
+            self._context.recorder.mark(kind, -1, step, session=self.session.number)
+
+    def _take_pending(self) -> None:
+        """Have the new weights assigned, if there are any to come, each bucket's on its own."""
         assert self._bridge is not None
+        pending = self._pending.read_value()
+        if self._context.recorder.active and tf.inside_function():
+            self._bridge.mark(_STEP, [pending])
+        for bucket in self._bridge.slots:
+            tf.cond(pending, lambda b=bucket: self._take(b), lambda: False)
+        self._pending.assign(False)
+
+    def _take(self, bucket: Any) -> bool:
+        """Wait for a bucket's new weights and assign them."""
+        assert self._bridge is not None
+        variables = self._bridge.variables_of(bucket)
+        assigned = [
+            variable.assign(tf.reshape(value, variable.shape), read_value=False)
+            for variable, value in zip(variables, self._bridge.take(bucket), strict=True)
+        ]
+        if self._context.recorder.active:
+            self._bridge.mark(_ASSIGNED + bucket.index, assigned)
+        return True
+
+    def note_loss(self, loss: Any) -> None:
+        """In the graph, for the timeline: the forward pass is done when there is this loss."""
+        if self._bridge is not None and self._context.recorder.active and tf.inside_function():
+            self._bridge.mark(_LOSS, [loss])
+
+    def _took_here(self) -> bool:
+        """Whether the step that is being traced, or runs, began with :meth:`take_weights`; asked once a step."""
+        if not tf.inside_function():
+            took, self._took_eagerly = self._took_eagerly, False
+            return took
+        graph = tf.compat.v1.get_default_graph()
+        while graph is not None:
+            if graph in self._took:
+                self._took.discard(graph)  # a second apply in it would have to wait for the first one's weights
+                return True
+            graph = getattr(graph, "outer_graph", None)
+        return False
+
+    def _exchange(self, grads: list[Any]) -> None:
+        """On a client: every bucket's gradients into the bridge, its new weights out of it, now or in the next step."""
+        assert self._bridge is not None
+        took = self._took_here()
         if self._skip_first and not tf.inside_function():
             self._skip_first = False
             return
-        plan = self._bridge.plan
         given = [gradient is not None for gradient in grads]
-        if given != list(plan.has_gradient):
-            changed = [v for v, a, b in zip(self._trainable_variables, given, plan.has_gradient, strict=True) if a != b]
+        if given != self._has_gradient:
+            changed = [
+                v for v, a, b in zip(self._trainable_variables, given, self._has_gradient, strict=True) if a != b
+            ]
             raise MpipipeError(
                 f"the variables that get a gradient have changed since the first step: {compat.names(changed)}"
             )
-        for bucket in plan.buckets:
-            self._bridge.give(bucket, [tf.convert_to_tensor(grads[position]) for position in bucket.variables])
-        for bucket in plan.buckets:
-            variables = self._bridge.variables_of(bucket)
-            assigned = [
-                variable.assign(value, read_value=False)
-                for variable, value in zip(variables, self._bridge.take(bucket), strict=True)
-            ]
-            if self._context.recorder.active:
-                self._bridge.mark(bucket, assigned)
+        if not took:
+            self._take_pending()
+        for bucket in self._bridge.slots:
+            self._bridge.give(bucket, [tf.convert_to_tensor(grads[region.variable]) for region in bucket.regions])
+        self._bridge.end_step()
+        if took:
+            self._pending.assign(True)
+        else:
+            self.trace_again |= tf.inside_function() and self.session.overlaps
+            for bucket in self._bridge.slots:
+                self._take(bucket)
         self.inner._iterations.assign_add(1)
 
     def _serve_one(self) -> None:
@@ -419,6 +553,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             return False
         return self.wait_step()
 
+
+# The numbers of the marks on a timeline; a bucket's is that of the first one plus its own.
+_STEP, _LOSS, _ASSIGNED = 1, 2, 3
 
 # Attributes of the wrapped optimizer that the base class sets too.
 _SHARED = (

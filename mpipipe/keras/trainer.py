@@ -86,7 +86,9 @@ def _compile(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _without_progress(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """``evaluate`` and ``predict``: a client draws no progress bar."""
+    """``evaluate`` and ``predict``: with the newest weights, and a client draws no progress bar."""
+    if _distributed(getattr(model, "optimizer", None)):
+        model.optimizer.settle()
     if _distributed(getattr(model, "optimizer", None)) and _is_silent_client():
         bound = inspect.signature(original).bind(model, *args, **kwargs)
         bound.arguments["verbose"] = 0
@@ -113,6 +115,7 @@ def _train_on_batch(original: Any, model: Any, x: Any, *args: Any, **kwargs: Any
         logs = _serve_batch(optimizer)
     else:
         logs = original(model, x, *args, return_dict=True, **kwargs)
+        optimizer.settle()
         logs = {name: logs[name] for name in compat.metric_order(model, logs)}
         optimizer.session.say("batch", logs=compat.plain_logs(logs), samples=int(compat.sample_count(x)))
     values = list(logs.values())
@@ -170,7 +173,7 @@ def _push_changed(optimizer: Any, model: Any, kind: str, known: dict[int, int] |
         changed = [i for i, fingerprint in _fingerprints(model).items() if fingerprint != known.get(i)]
     iterations = int(optimizer.inner._iterations)
     optimizer.session.answer(kind, changed=changed, iterations=iterations, **content)
-    optimizer.session.broadcast([weights[i].numpy() for i in changed])
+    optimizer.session.send_arrays([weights[i].numpy() for i in changed])
 
 
 def _take_changed(optimizer: Any, model: Any, answer: dict[str, Any]) -> None:
@@ -214,7 +217,7 @@ class _ServerFit:
         if more:
             self._begin(first, callbacks)
         optimizer.synchronize(model.trainable_variables)
-        if optimizer._bridge is not None:
+        if optimizer._opened:
             exchange_state(optimizer, model)
         logs, epoch = None, first
         while more:
@@ -286,35 +289,58 @@ def _fit_on_client(original: Any, model: Any, bound: inspect.BoundArguments) -> 
         arguments["verbose"] = 0
     if optimizer.session.round("fit")["validates"]:
         arguments["validation_data"], arguments["validation_split"] = None, 0.0
-    counter = _SampleCounter.of(model)
-    first, last = _First(optimizer, counter), _Last(optimizer, arguments["epochs"])
-    arguments["callbacks"] = [first, *compat.users_callbacks(arguments["callbacks"]), last]
+    users = compat.users_callbacks(arguments["callbacks"])
+    watching = sorted({type(callback).__name__ for callback in users if compat.looks_at_batches(callback)})
+    if watching:
+        logger.info("every step waits for all weights, because of callbacks that look at batches: %s", watching)
+    first = _First(optimizer, _TrainStep.of(model), settles=bool(watching))
+    last = _Last(optimizer, arguments["epochs"])
+    arguments["callbacks"] = [first, *users, last]
     return original(*bound.args, **bound.kwargs)
 
 
-class _SampleCounter:
-    """Counts the samples that a model's ``train_step`` gets. It stays with the model, whose graph counts with it."""
+class _TrainStep:
+    """A model's ``train_step`` with two things before it: the newest weights are taken, and samples are counted.
+
+    It stays with the model, whose graph counts with it.
+    """
 
     def __init__(self) -> None:
         self._count = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     @classmethod
-    def of(cls, model: Any) -> _SampleCounter:
-        """The counter of a model; its ``train_step`` is wrapped the first time."""
+    def of(cls, model: Any) -> _TrainStep:
+        """The wrapper of a model's ``train_step``, which is put around it the first time."""
         step = model.train_step
-        if isinstance(counter := getattr(step, "counter", None), cls):
-            return counter
-        counter = cls()
+        if isinstance(wrapper := getattr(step, "wrapper", None), cls):
+            return wrapper
+        wrapper = cls()
+        of_model = weakref.ref(model)  # the model has the function: it may not have the model too
 
         @functools.wraps(step)
         def train_step(data: Any) -> Any:
-            counter._count.assign_add(compat.sample_count(data))
+            model = of_model()
+            if model is not None and _distributed(model.optimizer) and model.optimizer._model() is model:
+                model.optimizer.take_weights(model)
+            wrapper._count.assign_add(compat.sample_count(data))
             return step(data)
 
-        train_step.counter = counter  # type: ignore[attr-defined]
+        train_step.wrapper = wrapper  # type: ignore[attr-defined]
         object.__setattr__(model, "train_step", train_step)
         model.train_function = None  # it would not count
-        return counter
+        if running.init().recorder.active:
+            compute_loss = model.compute_loss
+
+            @functools.wraps(compute_loss)
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                loss = compute_loss(*args, **kwargs)
+                model = of_model()
+                if model is not None and _distributed(model.optimizer):
+                    model.optimizer.note_loss(loss)
+                return loss
+
+            object.__setattr__(model, "compute_loss", noted)
+        return wrapper
 
     @property
     def value(self) -> int:
@@ -329,10 +355,11 @@ class _SampleCounter:
 class _First(keras.callbacks.Callback):  # type: ignore[misc]
     """Before the user's callbacks: the model as the server has it, and the metrics of all clients."""
 
-    def __init__(self, optimizer: Any, counter: _SampleCounter) -> None:
+    def __init__(self, optimizer: Any, counter: _TrainStep, *, settles: bool) -> None:
         super().__init__()
         self._optimizer = optimizer
         self._counter = counter
+        self._settles = settles
         self._reported = 0.0
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -341,7 +368,7 @@ class _First(keras.callbacks.Callback):  # type: ignore[misc]
         compat.set_first_epoch(self.model, answer["first"])
         if compat.is_built(self.model):  # else when the first step is traced
             optimizer.synchronize(self.model.trainable_variables)
-        if optimizer._bridge is not None:
+        if optimizer._opened:
             exchange_state(optimizer, self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -349,6 +376,12 @@ class _First(keras.callbacks.Callback):  # type: ignore[misc]
         self._reported = 0.0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._settles:
+            self._optimizer.settle()
+        if self._optimizer.trace_again:
+            # The first step was traced before it was known what there would be to take at its top.
+            self._optimizer.trace_again = False
+            self.model.make_train_function(force=True)
         now = time.monotonic()
         if now - self._reported >= _REPORT_EVERY:
             self._reported = now

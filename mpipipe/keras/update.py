@@ -1,17 +1,20 @@
-"""The server's step: the real Keras optimizer, one bucket at a time."""
+"""The server's step: the real Keras optimizer, one unit at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+import math
+import operator
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from mpipipe.keras import compat
 from mpipipe.keras.bridge import Bridge
 from mpipipe.logs import logger
-from mpipipe.protocol.plan import Bucket
+from mpipipe.protocol.plan import Plan, Region, Unit
 
 
 class Updater:
@@ -20,14 +23,16 @@ class Updater:
     Args:
         optimizer: the user's optimizer, built for ``variables``.
         variables: all trainable variables.
+        plan: its units are the bridge's slots.
         bridge: where gradients come from and weights go to.
     """
 
-    def __init__(self, optimizer: Any, variables: Sequence[Any], bridge: Bridge) -> None:
+    def __init__(self, optimizer: Any, variables: Sequence[Any], plan: Plan, bridge: Bridge) -> None:
         self._optimizer = optimizer
         self._variables = list(variables)
+        self._plan = plan
         self._bridge = bridge
-        self._whole = _needs_all_gradients(optimizer)
+        self._whole = needs_all_gradients(optimizer)
         if self._whole:
             logger.info("layers are updated together, at the end of the backward pass: %s", self._whole)
 
@@ -37,63 +42,185 @@ class Updater:
         return tf.function(self.trace_step, autograph=False).get_concrete_function()
 
     def trace_step(self) -> Any:
-        """In the graph: serve one step, every bucket as soon as its gradients are there; returns its number."""
+        """In the graph: serve one step, every unit as soon as its gradients are there; returns its number."""
         if self._whole:
             self._update_all()
         else:
-            for bucket in self._bridge.plan.buckets:
-                self._update(bucket)
-            has_gradient = self._bridge.plan.has_gradient
-            self._average([v for v, has in zip(self._variables, has_gradient, strict=True) if not has])
+            for unit in self._plan.units:
+                if self._plan.divisible:
+                    self._update_parts(unit)
+                else:
+                    self._update(unit)
+            for variable, has_gradient in zip(self._variables, self._plan.has_gradient, strict=True):
+                if not has_gradient:
+                    self._average(variable, self._average_of(variable), variable)
             # Updates read the number of the step, so it may only change after all of them; TensorFlow sees to that.
             self._optimizer._iterations.assign_add(1)
+        self._bridge.end_step()
         return tf.convert_to_tensor(self._optimizer._iterations)
 
-    def _update(self, bucket: Bucket) -> None:
+    def _gradients(self, unit: Unit) -> list[Any]:
+        """The gradients of a unit's regions, flat, and divided by the factor by which the loss was multiplied."""
+        gradients = self._bridge.take(unit)
+        factor = self._optimizer.loss_scale_factor
+        return gradients if factor is None else [gradient / factor for gradient in gradients]
+
+    def _shaped(self, unit: Unit) -> list[Any]:
+        """The gradients of a unit of whole variables, in their shapes."""
+        variables = self._bridge.variables_of(unit)
+        flat = self._gradients(unit) if not self._whole else self._bridge.take(unit)
+        return [tf.reshape(gradient, variable.shape) for gradient, variable in zip(flat, variables, strict=True)]
+
+    def _update_parts(self, unit: Unit) -> None:
+        """What ``Optimizer.apply`` does, for parts of variables of an optimizer that takes each element by itself."""
+        new = []
+        for region, gradient in zip(unit.regions, self._gradients(unit), strict=True):
+            variable = self._variables[region.variable]
+            optimizer = compat.OptimizerOfPart(self._optimizer, variable, partial(Part, region=region))
+            part = optimizer.part
+            (gradient,) = self._optimizer._clip_gradients([tf.reshape(gradient, part.shape)])
+            if self._optimizer.weight_decay is not None and self._optimizer._use_weight_decay(variable):
+                rate = tf.cast(self._optimizer.learning_rate, part.dtype)
+                part.assign_sub(part * tf.cast(self._optimizer.weight_decay, part.dtype) * rate)
+            optimizer.update_step(gradient, part, self._optimizer.learning_rate)
+            self._average(variable, optimizer.average, part)
+            optimizer.write()
+            new.append(part.tensor)
+        self._bridge.give(unit, new)
+
+    def _update(self, unit: Unit) -> None:
         """What ``Optimizer.apply`` does, for the variables of one bucket."""
         optimizer = self._optimizer
-        variables = [self._variables[position] for position in bucket.variables]
-        gradients = self._bridge.take(bucket)
-        if optimizer.loss_scale_factor is not None:
-            gradients = [gradient / optimizer.loss_scale_factor for gradient in gradients]
-        gradients = optimizer._clip_gradients(gradients)
+        variables = [self._variables[region.variable] for region in unit.regions]
+        gradients = optimizer._clip_gradients(self._shaped(unit))
         optimizer._apply_weight_decay(variables)
         optimizer._backend_update_step(gradients, variables, optimizer.learning_rate)
-        self._average(variables)
         for variable in variables:
+            self._average(variable, self._average_of(variable), variable)
             if getattr(variable, "constraint", None) is not None:
                 variable.assign(variable.constraint(variable))
-        self._give(bucket)
+        self._give(unit)
 
     def _update_all(self) -> None:
         gradients: dict[int, Any] = {}
-        for bucket in self._bridge.plan.buckets:
-            gradients.update(zip(bucket.variables, self._bridge.take(bucket), strict=True))
+        for unit in self._plan.units:
+            gradients.update(zip((region.variable for region in unit.regions), self._shaped(unit), strict=True))
         positions = sorted(gradients)
         self._optimizer.apply([gradients[p] for p in positions], [self._variables[p] for p in positions])
-        for bucket in self._bridge.plan.buckets:
-            self._give(bucket)
+        for unit in self._plan.units:
+            self._give(unit)
 
-    def _give(self, bucket: Bucket) -> None:
-        self._bridge.give(bucket, [variable.read_value() for variable in self._bridge.variables_of(bucket)])
+    def _give(self, unit: Unit) -> None:
+        self._bridge.give(unit, [variable.read_value() for variable in self._bridge.variables_of(unit)])
 
-    def _average(self, variables: Sequence[Any]) -> None:
-        """The exponential moving average of the weights, and their replacement by it, as ``use_ema`` asks."""
+    def _average_of(self, variable: Any) -> Any:
+        if not self._optimizer.use_ema:
+            return None
+        return self._optimizer._model_variables_moving_average[self._optimizer._get_variable_index(variable)]
+
+    def _average(self, variable: Any, average: Any, target: Any) -> None:
+        """The exponential moving average of the weights, and their replacement by it, as ``use_ema`` asks.
+
+        ``average`` and ``target`` are that of the variable and the variable, or the same part of both.
+        """
         optimizer = self._optimizer
         if not optimizer.use_ema:
             return
-        for variable in variables:
-            average = optimizer._model_variables_moving_average[optimizer._get_variable_index(variable)]
-            later = tf.cast(tf.not_equal(optimizer.iterations, 0), variable.dtype)
-            momentum = later * tf.cast(optimizer.ema_momentum, variable.dtype)
-            average.assign(momentum * average + (1 - momentum) * variable)
-            if optimizer.ema_overwrite_frequency:
-                due = tf.equal((optimizer.iterations + 1) % optimizer.ema_overwrite_frequency, 0)
-                target = compat.native(variable)
-                target.assign(tf.where(due, tf.convert_to_tensor(average), target.read_value()))
+        later = tf.cast(tf.not_equal(optimizer.iterations, 0), variable.dtype)
+        momentum = later * tf.cast(optimizer.ema_momentum, variable.dtype)
+        average.assign(momentum * tf.convert_to_tensor(average) + (1 - momentum) * tf.convert_to_tensor(target))
+        if optimizer.ema_overwrite_frequency:
+            due = tf.equal((optimizer.iterations + 1) % optimizer.ema_overwrite_frequency, 0)
+            target.assign(tf.where(due, tf.convert_to_tensor(average), tf.convert_to_tensor(target)))
 
 
-def _needs_all_gradients(optimizer: Any) -> str:
+class Part:
+    """A region of a variable, which an optimizer's ``update_step`` may use in the variable's place.
+
+    In the graph only: it is read once, holds its newest value as a tensor, and is written back by :meth:`write`.
+    """
+
+    def __init__(self, variable: Any, region: Region) -> None:
+        self._variable = compat.native(variable)
+        self._blocks = _blocks(tuple(self._variable.shape), region)
+        if self._blocks is None:
+            self.tensor = self._variable.read_value()
+        else:
+            # Unlike a slice of the whole value, this copies the region only, and lets it be written in place.
+            self.tensor = tf.raw_ops.ResourceGatherNd(
+                resource=self._variable.handle, indices=self._blocks, dtype=self._variable.dtype
+            )
+            self.tensor.set_shape([len(self._blocks), *self._variable.shape[self._blocks.shape[1] :]])
+        self._read = self.tensor
+
+    @property
+    def dtype(self) -> str:
+        """The name of the variable's dtype."""
+        return str(self._variable.dtype.name)
+
+    @property
+    def shape(self) -> Any:
+        """The variable's shape, or (blocks, *shape of a block)."""
+        return self.tensor.shape
+
+    def assign(self, value: Any) -> None:
+        """Replace the value."""
+        self.tensor = tf.reshape(tf.cast(value, self._variable.dtype), self.shape)
+
+    def assign_add(self, value: Any) -> None:
+        """Add to the value."""
+        self.assign(self.tensor + tf.cast(value, self._variable.dtype))
+
+    def assign_sub(self, value: Any) -> None:
+        """Subtract from the value."""
+        self.assign(self.tensor - tf.cast(value, self._variable.dtype))
+
+    def write(self) -> None:
+        """Put the value into the variable, if it has been replaced."""
+        if self.tensor is self._read:
+            return
+        if self._blocks is None:
+            self._variable.assign(self.tensor, read_value=False)
+        else:
+            tf.raw_ops.ResourceScatterNdUpdate(ref=self._variable.handle, indices=self._blocks, updates=self.tensor)
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> Any:
+        return self.tensor if dtype is None else tf.cast(self.tensor, dtype)
+
+
+def _operator(function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Part, Any], Any]:
+    def method(self: Part, other: Any) -> Any:
+        other = tf.convert_to_tensor(other, self.tensor.dtype) if not tf.is_tensor(other) else other
+        return function(other, self.tensor) if swapped else function(self.tensor, other)
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+    setattr(Part, f"__{_name}__", _operator(getattr(operator, _name), swapped=False))
+    setattr(Part, f"__r{_name}__", _operator(getattr(operator, _name), swapped=True))
+
+
+def _blocks(shape: tuple[int, ...], region: Region) -> Any:
+    """Indices (blocks, depth) of the largest blocks that make up a region; None where it is the whole variable."""
+    if region.size == math.prod(shape):
+        return None
+    size, depth = math.prod(shape), 0
+    while region.start % size or region.stop % size:
+        size //= shape[depth]
+        depth += 1
+    numbers = np.arange(region.start // size, region.stop // size)
+    return np.stack(np.unravel_index(numbers, shape[:depth]), axis=1).astype(np.int32)
+
+
+def is_divisible(optimizer: Any, variables: Sequence[Any]) -> bool:
+    """Whether parts of variables can be updated by themselves, with the result that whole ones would give."""
+    constrained = any(getattr(variable, "constraint", None) is not None for variable in variables)
+    whole = constrained or optimizer.clipnorm or needs_all_gradients(optimizer)
+    return compat.is_elementwise(optimizer) and not whole
+
+
+def needs_all_gradients(optimizer: Any) -> str:
     """Why an optimizer can only update all variables at once, in words; empty where it can do so one by one."""
     if optimizer.global_clipnorm:
         return "global_clipnorm needs the gradients of all layers"

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from mpipipe.errors import ProtocolError
 from mpipipe.protocol.messages import (
+    CaughtUp,
     ClientCommand,
     ClientEvent,
     DeliverWeights,
     GradientReady,
     GradientSent,
-    ReceiveWeights,
     SendGradient,
-    StepToFollow,
     WeightsReceived,
 )
 from mpipipe.protocol.plan import Piece, Plan
@@ -21,24 +18,31 @@ from mpipipe.protocol.schedule import SendWindow
 
 
 class ClientMachine:
-    """The client's rules, as a machine that is fed events. State is changed by :meth:`handle` alone."""
+    """The client's rules, as a machine that is fed events. State is changed by :meth:`handle` alone.
 
-    def __init__(self, plan: Plan, credit_bytes: int) -> None:
+    Args:
+        plan: the buckets.
+        credit_bytes: how much may be under way to the server.
+        overlap: without it no gradient of a step is sent before all are ready, as in training without a pipeline.
+    """
+
+    def __init__(self, plan: Plan, credit_bytes: int, *, overlap: bool = True) -> None:
         self._plan = plan
-        self._window = SendWindow(plan, credit_bytes)
+        self._overlap = overlap
+        self._window = SendWindow(credit_bytes)
         count = len(plan.buckets)
-        # The step whose weights each bucket receives next. Every bucket's weights arrive once a step, in step order.
+        # The step that each bucket is in: that of its next gradient, or of the weights it waits for.
         self._step = [0] * count
-        # Pieces of that step's weights still to come; 0 where the receive has not been posted.
+        # Pieces of that step's weights still to come; 0 before the gradient is ready.
         self._missing = [0] * count
-        # Whether that step is the client's own (its training step waits for the weights) or one that it follows.
-        self._followed = [False] * count
-        # Steps to follow that have been announced but not yet begun, because the one before is still arriving.
-        self._to_follow = [0] * count
+        # Buckets whose next gradient was ready before their weights had come. It cannot depend on those weights.
+        self._early: set[int] = set()
+        # Buckets whose gradients wait for those of all others, without overlap.
+        self._held: list[int] = []
 
     @property
     def steps(self) -> int:
-        """The number of steps done, own and followed.
+        """The number of steps done, or caught up with.
 
         Raises:
             ProtocolError: some buckets are further than others, so that no number would be true.
@@ -48,13 +52,13 @@ class ClientMachine:
         return self._step[0] if self._step else 0
 
     def step_of(self, bucket: int) -> int:
-        """The step whose weights a bucket receives next."""
+        """The step that a bucket is in."""
         return self._step[bucket]
 
     @property
     def between_steps(self) -> bool:
         """Whether every bucket has received its weights of the same step, and nothing is under way."""
-        return len(set(self._step)) <= 1 and not any(self._missing) and not any(self._to_follow) and self._window.idle
+        return len(set(self._step)) <= 1 and not any(self._missing) and self._window.idle
 
     def handle(self, event: ClientEvent) -> list[ClientCommand]:
         """Take one event; returns what to do, in order.
@@ -63,50 +67,55 @@ class ClientMachine:
             ProtocolError: the event cannot happen in this state.
         """
         if isinstance(event, GradientReady):
-            return self._gradient_ready(event.bucket)
+            return self._gradient_ready(event.bucket, event.step)
         if isinstance(event, WeightsReceived):
-            return self._weights_received(event.piece.bucket)
+            return self._weights_received(event.piece.bucket, event.step)
         if isinstance(event, GradientSent):
             return self._send(self._window.done(event.piece))
-        if isinstance(event, StepToFollow):
-            return self._step_to_follow(event.step)
+        if isinstance(event, CaughtUp):
+            return self._caught_up(event.steps)
         raise ProtocolError(f"a client does not know the event {event}")
 
-    def _gradient_ready(self, bucket: int) -> list[ClientCommand]:
-        if self._missing[bucket]:
-            raise ProtocolError(f"bucket {bucket} has a new gradient before its weights of step {self._step[bucket]}")
-        # The receive is posted first: it can only be late for the server's broadcast if the gradient is late too.
-        return self._receive(bucket, followed=False) + self._send(self._window.push(bucket))
+    def _gradient_ready(self, bucket: int, step: int) -> list[ClientCommand]:
+        waits = self._missing[bucket] > 0
+        expected = self._step[bucket] + waits
+        if step != expected or bucket in self._early:
+            raise ProtocolError(f"bucket {bucket} has a gradient of step {step} where one of step {expected} is next")
+        if waits:
+            self._early.add(bucket)
+            return []
+        return self._begin(bucket)
 
-    def _step_to_follow(self, step: int) -> list[ClientCommand]:
-        commands: list[ClientCommand] = []
-        for bucket, current in enumerate(self._step):
-            if step != current + (self._missing[bucket] > 0) + self._to_follow[bucket]:
-                raise ProtocolError(f"told to follow step {step} when bucket {bucket} is at step {current}")
-            if self._missing[bucket]:
-                self._to_follow[bucket] += 1
-            else:
-                commands += self._receive(bucket, followed=True)
-        return commands
+    def _begin(self, bucket: int) -> list[ClientCommand]:
+        self._missing[bucket] = len(self._plan.buckets[bucket].pieces)
+        self._held.append(bucket)
+        if not self._overlap and len(self._held) < len(self._plan.buckets):
+            return []
+        started = []
+        for ready in sorted((self._plan.buckets[held] for held in self._held), key=lambda bucket: bucket.priority):
+            started += self._window.push(ready.pieces, ready.priority)
+        self._held.clear()
+        return self._send(started)
 
-    def _weights_received(self, bucket: int) -> list[ClientCommand]:
-        if not self._missing[bucket]:
-            raise ProtocolError(f"bucket {bucket} has received more weights than its step {self._step[bucket]} has")
+    def _weights_received(self, bucket: int, step: int) -> list[ClientCommand]:
+        if step != self._step[bucket] or not self._missing[bucket]:
+            what = "no" if not self._missing[bucket] else f"step {self._step[bucket]}'s"
+            raise ProtocolError(f"bucket {bucket} has got weights of step {step} where it waits for {what} weights")
         self._missing[bucket] -= 1
         if self._missing[bucket]:
             return []
-        commands: list[ClientCommand] = [DeliverWeights(bucket, self._step[bucket], self._followed[bucket])]
+        commands: list[ClientCommand] = [DeliverWeights(bucket, step)]
         self._step[bucket] += 1
-        if self._to_follow[bucket]:
-            self._to_follow[bucket] -= 1
-            commands += self._receive(bucket, followed=True)
+        if bucket in self._early:
+            self._early.discard(bucket)
+            commands += self._begin(bucket)
         return commands
 
-    def _receive(self, bucket: int, *, followed: bool) -> list[ClientCommand]:
-        pieces = self._plan.buckets[bucket].pieces
-        self._missing[bucket] = len(pieces)
-        self._followed[bucket] = followed
-        return [ReceiveWeights(piece) for piece in pieces]
+    def _caught_up(self, steps: int) -> list[ClientCommand]:
+        if steps < self.steps:
+            raise ProtocolError(f"the client has done {self.steps} steps and cannot go back to {steps}")
+        self._step = [steps] * len(self._step)
+        return []
 
-    def _send(self, pieces: Iterable[Piece]) -> list[ClientCommand]:
+    def _send(self, pieces: list[Piece]) -> list[ClientCommand]:
         return [SendGradient(piece, self._step[piece.bucket]) for piece in pieces]

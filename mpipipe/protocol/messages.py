@@ -18,36 +18,39 @@ from mpipipe.protocol.plan import Piece
 
 @dataclass(frozen=True, slots=True)
 class GradientReceived:
-    """A piece of a client's gradient is in its buffer."""
+    """A piece of a client's gradient is in; ``step`` is what the client wrote on it."""
+
+    client: int
+    piece: Piece
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """The clients' gradients of a piece have been summed; their buffers are free."""
+
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """The optimizer has updated a unit; its new weights can be sent. ``step`` is what the optimizer wrote on them."""
+
+    unit: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSent:
+    """A piece of new weights has arrived at a client."""
 
     client: int
     piece: Piece
 
 
 @dataclass(frozen=True, slots=True)
-class Reduced:
-    """The clients' gradients of a bucket have been summed; their buffers are free."""
-
-    bucket: int
-
-
-@dataclass(frozen=True, slots=True)
-class Updated:
-    """The optimizer has updated a bucket; its new weights can be sent."""
-
-    bucket: int
-
-
-@dataclass(frozen=True, slots=True)
-class BroadcastDone:
-    """A piece's broadcast has left the server's buffer."""
-
-    piece: Piece
-
-
-@dataclass(frozen=True, slots=True)
 class ClientLeft:
-    """A client has ended its part of the phase after ``steps`` steps in all; it still follows the others' weights."""
+    """A client has ended its part of the phase after ``steps`` steps in all."""
 
     client: int
     steps: int
@@ -55,7 +58,7 @@ class ClientLeft:
 
 @dataclass(frozen=True, slots=True)
 class ClientDeparted:
-    """A client's script has ended after ``steps`` steps in all: it can neither train nor follow any more."""
+    """A client's script has ended after ``steps`` steps in all: it does not train any more."""
 
     client: int
     steps: int
@@ -63,18 +66,10 @@ class ClientDeparted:
 
 @dataclass(frozen=True, slots=True)
 class PhaseOpened:
-    """The clients that had left may take part again."""
+    """The clients that had left may take part again, from the step on that the others have come to."""
 
 
 # --------------------------------------------------------------------------------------------- commands to the server
-
-
-@dataclass(frozen=True, slots=True)
-class PostReceive:
-    """Have a receive ready for a piece of a client's next gradient."""
-
-    client: int
-    piece: Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,26 +81,27 @@ class StepBegan:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Sum the gradients of these clients, in this order, average them, hand them to the optimizer."""
+    """Sum a piece of the gradients of these clients, in this order, and average it."""
 
-    bucket: int
+    piece: Piece
     step: int
     clients: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Broadcast:
-    """Start the broadcast of a piece of new weights."""
+class HandOver:
+    """All of a unit's gradient is averaged: let the optimizer update it."""
 
-    piece: Piece
+    unit: int
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class TellToFollow:
-    """Let a client that has left know that this step goes on without it, so that it takes part in the broadcasts."""
+class SendWeights:
+    """Start sending a piece of new weights to a client."""
 
     client: int
+    piece: Piece
     step: int
 
 
@@ -128,30 +124,32 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class GradientReady:
-    """The training step has computed a bucket's gradient."""
+    """The training step has computed a bucket's gradient; ``step`` is what it wrote on it."""
 
     bucket: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
 class GradientSent:
-    """A piece of a gradient has left the client's buffer."""
+    """A piece of a gradient has arrived at the server."""
 
     piece: Piece
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsReceived:
-    """A piece of a bucket's new weights has arrived."""
+    """A piece of a bucket's new weights is in; ``step`` is what the server wrote on it."""
 
     piece: Piece
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
-class StepToFollow:
-    """The server goes through this step without this client."""
+class CaughtUp:
+    """This client has the weights of so many steps, some of which the others did without it."""
 
-    step: int
+    steps: int
 
 
 # --------------------------------------------------------------------------------------------- commands to the client
@@ -166,24 +164,16 @@ class SendGradient:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveWeights:
-    """Take part in the broadcast of a piece."""
-
-    piece: Piece
-
-
-@dataclass(frozen=True, slots=True)
 class DeliverWeights:
-    """A bucket's new weights are complete; ``followed`` where this client's training step does not wait for them."""
+    """A bucket's new weights are complete: the training step may have them."""
 
     bucket: int
     step: int
-    followed: bool
 
 
 ServerEvent: TypeAlias = (
-    GradientReceived | Reduced | Updated | BroadcastDone | ClientLeft | ClientDeparted | PhaseOpened
+    GradientReceived | Reduced | Updated | WeightsSent | ClientLeft | ClientDeparted | PhaseOpened
 )
-ServerCommand: TypeAlias = PostReceive | StepBegan | Reduce | Broadcast | TellToFollow | PhaseEnded | Fail
-ClientEvent: TypeAlias = GradientReady | GradientSent | WeightsReceived | StepToFollow
-ClientCommand: TypeAlias = SendGradient | ReceiveWeights | DeliverWeights
+ServerCommand: TypeAlias = StepBegan | Reduce | HandOver | SendWeights | PhaseEnded | Fail
+ClientEvent: TypeAlias = GradientReady | GradientSent | WeightsReceived | CaughtUp
+ClientCommand: TypeAlias = SendGradient | DeliverWeights

@@ -1,9 +1,10 @@
 """The plan: which variables travel together, in which pieces, under which tag.
 
-A *bucket* is the unit of the pipeline: the variables of one layer (or of a few tiny neighbouring layers), all of one
-dtype, laid out one after the other. It is reduced, updated and broadcast on its own and waits for no other bucket. A
-*piece* is the unit of the wire: a contiguous part of a bucket, no longer than ``piece_bytes``. A piece's number is its
-MPI tag, so there may be no more of them than the 32767 tags that MPI guarantees (MPI 4.1, 3.2.2).
+A *bucket* is what a client's training step hands over and waits for: the variables of one layer (or of a few tiny
+neighbouring layers), all of one dtype, laid out one after the other. It waits for no other bucket. A *piece* is what
+travels as one message: a contiguous part of a bucket, about ``piece_bytes`` long. A piece's number is its MPI tag, so
+there may be no more of them than the 32767 tags that MPI guarantees (MPI 4.1, 3.2.2). A *unit* is what the server
+updates: a piece where the optimizer allows that, else a bucket.
 
 The server makes the plan and the clients take it over, so that it is the same on every rank even where Keras has
 numbered the layers differently.
@@ -60,20 +61,55 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Region:
+    """Elements ``start`` to ``stop`` of a variable (by position), counted in row-major order."""
+
+    variable: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
 class Bucket:
-    """Variables (by position) that are reduced, updated and broadcast together; sizes in bytes.
+    """Whole variables that travel together and that a client's forward pass waits for together; sizes in bytes.
 
     ``priority`` orders buckets that are ready at the same time, least first: the place in the forward pass.
     ``owner`` is the index of the server that updates the bucket.
     """
 
     index: int
-    variables: tuple[int, ...]
+    regions: tuple[Region, ...]
     dtype: str
     nbytes: int
     pieces: tuple[Piece, ...]
     priority: int
     owner: int = 0
+
+    @property
+    def variables(self) -> tuple[int, ...]:
+        """The positions of its variables."""
+        return tuple(region.variable for region in self.regions)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What the server updates and sends on its own: one piece of a bucket, or all of it; sizes in bytes.
+
+    It is one piece where the optimizer treats each element by itself. Then the pieces of a large layer flow through the
+    server one after the other, and the last one of a gradient need not be in before the first new weights go out.
+    """
+
+    index: int
+    bucket: int
+    regions: tuple[Region, ...]
+    dtype: str
+    nbytes: int
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
@@ -83,11 +119,30 @@ class Plan:
     variables: tuple[VariableSpec, ...]
     has_gradient: tuple[bool, ...]
     buckets: tuple[Bucket, ...]
+    # Whether the server may update a bucket piece by piece.
+    divisible: bool = False
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """Every piece, by its index."""
         return tuple(piece for bucket in self.buckets for piece in bucket.pieces)
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """What the server updates on its own, in forward order: pieces of a bucket are consecutive."""
+        units: list[Unit] = []
+        for bucket in self.buckets:
+            for pieces in ([piece] for piece in bucket.pieces) if self.divisible else [bucket.pieces]:
+                first, last = pieces[0], pieces[-1]
+                regions = _within(bucket, first.offset, last.offset + last.nbytes)
+                nbytes = sum(piece.nbytes for piece in pieces)
+                units.append(Unit(len(units), bucket.index, regions, bucket.dtype, nbytes, tuple(pieces)))
+        return tuple(units)
+
+    @cached_property
+    def unit_of(self) -> tuple[int, ...]:
+        """The number of the unit that each piece belongs to, by the piece's index."""
+        return tuple(unit.index for unit in self.units for _ in unit.pieces)
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +152,8 @@ class Plan:
     @property
     def digest(self) -> str:
         """A fingerprint: plans with the same digest put the same bytes under the same tags."""
-        return hashlib.sha256(repr((self.variables, self.has_gradient, self.buckets)).encode()).hexdigest()[:16]
+        content = (self.variables, self.has_gradient, self.buckets, self.divisible)
+        return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 def item_bytes(dtype: str) -> int:
@@ -119,15 +175,18 @@ def make_plan(
     piece_bytes: int,
     fuse_bytes: int,
     max_buckets: int,
+    divisible: bool = False,
 ) -> Plan:
     """Group variables into buckets: by layer, fusing the tiny, splitting the large into pieces.
 
     Args:
         variables: the trainable variables in the order of the forward pass.
         has_gradient: for each of them, whether it gets a gradient; those that do not are in no bucket.
-        piece_bytes: the longest message.
+        piece_bytes: the size of the pieces of a large layer.
         fuse_bytes: neighbouring groups are fused as long as they stay within this size (0: never).
         max_buckets: neighbours are fused beyond ``fuse_bytes`` where there would be more buckets than this.
+        divisible: whether the server may update a bucket piece by piece. Pieces then end where a block of a variable
+            does (a row, say), and may be a little longer than ``piece_bytes``.
     """
     variables, has_gradient = tuple(variables), tuple(has_gradient)
     if len(variables) != len(has_gradient):
@@ -146,11 +205,15 @@ def make_plan(
     piece_bytes = max(piece_bytes, math.ceil(total / (MAX_TAG - len(fused)) / 16) * 16)
     buckets, first = [], 0
     for index, group in enumerate(fused):
-        nbytes = sum(variables[v].nbytes for v in group)
-        pieces = _split(index, nbytes, piece_bytes, item_bytes(variables[group[0]].dtype), first)
+        specs = [variables[v] for v in group]
+        ends = _ends(specs, piece_bytes, divisible)
+        starts = [0, *ends[:-1]]
+        spans = enumerate(zip(starts, ends, strict=True))
+        pieces = tuple(Piece(first + i, index, at, end - at) for i, (at, end) in spans)
         first += len(pieces)
-        buckets.append(Bucket(index, group, variables[group[0]].dtype, nbytes, pieces, priority=index))
-    return Plan(variables, has_gradient, tuple(buckets))
+        regions = tuple(Region(v, 0, math.prod(variables[v].shape)) for v in group)
+        buckets.append(Bucket(index, regions, specs[0].dtype, ends[-1], pieces, priority=index))
+    return Plan(variables, has_gradient, tuple(buckets), divisible)
 
 
 def _by_layer(variables: Sequence[VariableSpec], has_gradient: Sequence[bool]) -> list[tuple[int, ...]]:
@@ -182,12 +245,43 @@ def _fuse(groups: Sequence[tuple[int, ...]], variables: Sequence[VariableSpec], 
     return fused
 
 
-def _split(bucket: int, nbytes: int, piece_bytes: int, item: int, first: int) -> tuple[Piece, ...]:
-    """Pieces of equal size (but the last), each a whole number of elements."""
-    count = math.ceil(nbytes / (piece_bytes - piece_bytes % item))
-    size = math.ceil(nbytes / count / item) * item
-    offsets = range(0, nbytes, size)
-    return tuple(Piece(first + i, bucket, at, min(size, nbytes - at)) for i, at in enumerate(offsets))
+def _ends(specs: Sequence[VariableSpec], piece_bytes: int, divisible: bool) -> list[int]:
+    """Where the pieces of a bucket end, in bytes: about equal, each a whole number of elements."""
+    item, total = item_bytes(specs[0].dtype), sum(spec.nbytes for spec in specs)
+    count = math.ceil(total / (piece_bytes - piece_bytes % item))
+    size = math.ceil(total / count / item) * item
+    wanted = range(size, total, size)
+    return [*(sorted({_aligned(specs, at, piece_bytes) for at in wanted} - {0, total}) if divisible else wanted), total]
+
+
+def _aligned(specs: Sequence[VariableSpec], at: int, piece_bytes: int) -> int:
+    """The end of a block of a variable next to a place in a bucket.
+
+    A block is what a few leading indices leave of a variable, such as a row, and much smaller than a piece: the server
+    takes pieces out of variables and puts them back block by block.
+    """
+    before = 0
+    for spec in specs:
+        if at < before + spec.nbytes:
+            block = spec.nbytes
+            for length in spec.shape:
+                if block <= piece_bytes // 8:
+                    break
+                block //= length
+            return before + round((at - before) / block) * block
+        before += spec.nbytes
+    return before
+
+
+def _within(bucket: Bucket, start: int, stop: int) -> tuple[Region, ...]:
+    """The regions of a bucket between two places, in bytes."""
+    item, at, found = item_bytes(bucket.dtype), 0, []
+    for region in bucket.regions:
+        a, b = max(start // item - at, 0), min(stop // item - at, region.size)
+        if a < b:
+            found.append(Region(region.variable, a, b))
+        at += region.size
+    return tuple(found)
 
 
 def to_json(variables: Sequence[VariableSpec]) -> str:

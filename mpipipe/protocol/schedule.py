@@ -11,21 +11,21 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Iterable
 
 from mpipipe.errors import ProtocolError
-from mpipipe.protocol.plan import Piece, Plan
+from mpipipe.protocol.plan import Piece
 
 
 class SendWindow:
-    """A priority queue of pieces with a bounded number of bytes under way."""
+    """A priority queue of pieces for one destination, with a bounded number of bytes under way to it."""
 
-    def __init__(self, plan: Plan, credit_bytes: int) -> None:
-        self._plan = plan
+    def __init__(self, credit_bytes: int) -> None:
         self._credit = credit_bytes
         # Ready and not yet under way: a heap of (priority, piece index), so that pieces of a bucket keep their order.
-        self._waiting: list[tuple[int, int]] = []
+        self._waiting: list[tuple[int, int, Piece]] = []
         # Pieces given out and not yet reported done, by index. One can be there twice: its next step may begin before
-        # the network has let go of the last one.
+        # word has come that the last one has arrived.
         self._started: Counter[int] = Counter()
         # Bytes of the pieces that have been given out and not yet reported done.
         self._under_way = 0
@@ -35,17 +35,16 @@ class SendWindow:
         """Whether nothing waits and nothing is under way."""
         return not self._waiting and self._under_way == 0
 
-    def push(self, bucket: int) -> list[Piece]:
-        """A bucket is ready: returns the pieces, of this or more urgent buckets, that may start now."""
-        ready = self._plan.buckets[bucket]
-        for piece in ready.pieces:
-            heapq.heappush(self._waiting, (ready.priority, piece.index))
+    def push(self, pieces: Iterable[Piece], priority: int) -> list[Piece]:
+        """Pieces are ready: returns those, of these or more urgent ones, that may start now."""
+        for piece in pieces:
+            heapq.heappush(self._waiting, (priority, piece.index, piece))
         return self._start()
 
     def done(self, piece: Piece) -> list[Piece]:
-        """A piece has left its buffer: returns the pieces that may start in its place."""
+        """A piece has arrived: returns the pieces that may start in its place."""
         if not self._started[piece.index]:
-            raise ProtocolError(f"piece {piece.index} of bucket {piece.bucket} has left without being under way")
+            raise ProtocolError(f"piece {piece.index} of bucket {piece.bucket} has arrived without being under way")
         self._started[piece.index] -= 1
         self._under_way -= piece.nbytes
         return self._start()
@@ -53,7 +52,7 @@ class SendWindow:
     def _start(self) -> list[Piece]:
         started = []
         while self._waiting:
-            piece = self._plan.pieces[self._waiting[0][1]]
+            piece = self._waiting[0][2]
             # A piece larger than the credit goes when it is alone: it must go some time.
             if self._under_way and self._under_way + piece.nbytes > self._credit:
                 break

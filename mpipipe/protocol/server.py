@@ -1,4 +1,7 @@
-"""What the server does: wait for a bucket from every client, update that bucket, send it to all. Synchronous mode."""
+"""What the server does: wait for a piece from every client, average it, update its unit, send that to all.
+
+Synchronous mode: a step has one gradient of each client that takes part in it.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,21 @@ from collections.abc import Iterable
 
 from mpipipe.errors import ProtocolError
 from mpipipe.protocol.messages import (
-    Broadcast,
-    BroadcastDone,
     ClientDeparted,
     ClientLeft,
     Fail,
     GradientReceived,
+    HandOver,
     PhaseEnded,
     PhaseOpened,
-    PostReceive,
     Reduce,
     Reduced,
+    SendWeights,
     ServerCommand,
     ServerEvent,
     StepBegan,
-    TellToFollow,
     Updated,
+    WeightsSent,
 )
 from mpipipe.protocol.plan import Piece, Plan
 from mpipipe.protocol.schedule import SendWindow
@@ -31,52 +33,45 @@ class ServerMachine:
     """The server's rules, as a machine that is fed events. State is changed by :meth:`handle` alone.
 
     A client takes part in a step unless it has left before it. A step that one client has begun is completed with all
-    that take part in it, bucket by bucket, whatever the order in which gradients arrive.
+    that take part in it, piece by piece, whatever the order in which gradients arrive. Each client has a credit of its
+    own: one that is slow to take its weights holds up nobody else's.
     """
 
     def __init__(self, plan: Plan, clients: Iterable[int], credit_bytes: int) -> None:
         self._plan = plan
         # All clients, in rank order: the order of summation.
         self._clients = tuple(sorted(clients))
-        self._window = SendWindow(plan, credit_bytes)
-        count = len(plan.buckets)
-        # The step for which each bucket gathers gradients. It advances when the bucket is reduced.
-        self._gathering = [0] * count
-        # The step whose update each bucket awaits; never ahead of gathering, at most one behind.
-        self._updating = [0] * count
-        # Pieces of the gathered step that are in, by client.
-        self._arrived: list[dict[int, int]] = [{} for _ in range(count)]
-        # Buckets whose gradients are being summed: their buffers are in use, no receive is posted.
+        self._windows = {client: SendWindow(credit_bytes) for client in self._clients}
+        # The step for which each piece gathers gradients. It advances when the piece is reduced.
+        self._gathering = [0] * len(plan.pieces)
+        # The clients whose gradient of that step is in.
+        self._arrived: list[set[int]] = [set() for _ in plan.pieces]
+        # Pieces whose gradients are being summed.
         self._reducing: set[int] = set()
+        # Pieces of each unit still to be reduced before it can be updated, and the step that it is updated in next.
+        self._unreduced = [len(unit.pieces) for unit in plan.units]
+        self._updating = [0] * len(plan.units)
         # The first step in which a client that has left takes no part.
         self._left: dict[int, int] = {}
         # Clients whose script has ended. All of them have left.
         self._departed: set[int] = set()
         # Steps announced as begun: every step below this number.
         self._began = 0
-        # Steps for which those that have left have been told to follow: every step below this number.
-        self._announced = 0
-        # Pieces being broadcast or waiting for credit.
-        self._broadcasting = 0
         # Whether the end of the phase has been announced.
         self._ended = False
 
-    def start(self) -> list[ServerCommand]:
-        """The receives to be ready before any client begins."""
-        return [PostReceive(client, piece) for piece in self._plan.pieces for client in self._clients]
-
-    def step_of(self, bucket: int) -> int:
-        """The step for which a bucket gathers gradients."""
-        return self._gathering[bucket]
+    def step_of(self, piece: Piece) -> int:
+        """The step for which a piece gathers gradients."""
+        return self._gathering[piece.index]
 
     def waiting_for(self) -> dict[int, list[int]]:
-        """For each client, the buckets of steps already begun that it still owes."""
-        owed: dict[int, list[int]] = {}
-        for bucket, step in enumerate(self._gathering):
-            if step < self._began:
-                for client in self._missing(bucket):
-                    owed.setdefault(client, []).append(bucket)
-        return owed
+        """For each client, the buckets of steps already begun of which it still owes something."""
+        owed: dict[int, set[int]] = {}
+        for piece in self._plan.pieces:
+            if self._gathering[piece.index] < self._began:
+                for client in self._missing(piece):
+                    owed.setdefault(client, set()).add(piece.bucket)
+        return {client: sorted(buckets) for client, buckets in owed.items()}
 
     def handle(self, event: ServerEvent) -> list[ServerCommand]:
         """Take one event; returns what to do, in order.
@@ -85,15 +80,14 @@ class ServerMachine:
             ProtocolError: the event cannot happen in this state.
         """
         if isinstance(event, GradientReceived):
-            return self._gradient_received(event.client, event.piece)
+            return self._gradient_received(event.client, event.piece, event.step)
         if isinstance(event, Reduced):
-            return self._reduced(event.bucket)
+            return self._reduced(event.piece)
         if isinstance(event, Updated):
-            return self._updated(event.bucket)
-        if isinstance(event, BroadcastDone):
-            started = self._window.done(event.piece)
-            self._broadcasting -= 1
-            return self._send(started) + self._end_of_phase()
+            return self._updated(event.unit, event.step)
+        if isinstance(event, WeightsSent):
+            started = self._windows[event.client].done(event.piece)
+            return self._send(event.client, started) + self._end_of_phase()
         if isinstance(event, ClientLeft):
             return self._client_left(event.client, event.steps)
         if isinstance(event, ClientDeparted):
@@ -106,82 +100,81 @@ class ServerMachine:
             return []
         raise ProtocolError(f"a server does not know the event {event}")
 
-    def _gradient_received(self, client: int, piece: Piece) -> list[ServerCommand]:
-        bucket = piece.bucket
-        step = self._gathering[bucket]
+    def _gradient_received(self, client: int, piece: Piece, step: int) -> list[ServerCommand]:
+        expected = self._gathering[piece.index]
+        what = f"piece {piece.index} of bucket {piece.bucket} of step {step}"
         if client not in self._clients:
-            raise ProtocolError(f"rank {client}, which is no client, sent bucket {bucket}")
-        if bucket in self._reducing:
-            raise ProtocolError(f"rank {client} sent bucket {bucket} while no receive was posted for it")
+            raise ProtocolError(f"rank {client}, which is no client, sent {what}")
+        if step != expected or piece.index in self._reducing or client in self._arrived[piece.index]:
+            raise ProtocolError(f"rank {client} sent {what} while the server gathers step {expected} of it")
         if step >= self._left.get(client, step + 1):
-            raise ProtocolError(f"rank {client} sent bucket {bucket} of step {step} after it had left")
-        arrived = self._arrived[bucket]
-        arrived[client] = arrived.get(client, 0) + 1
-        if arrived[client] > len(self._plan.buckets[bucket].pieces):
-            raise ProtocolError(f"rank {client} sent bucket {bucket} of step {step} twice")
+            raise ProtocolError(f"rank {client} sent {what} after it had left")
+        self._arrived[piece.index].add(client)
         commands: list[ServerCommand] = []
         if step == self._began:
             self._began += 1
             commands.append(StepBegan(step))
             commands += self._departed_are_missed(step)
-        return commands + self._reduce_if_complete(bucket)
+        return commands + self._reduce_if_complete(piece)
 
-    def _missing(self, bucket: int) -> list[int]:
-        """The clients that take part in the bucket's step and have not sent all of it."""
-        whole, step = len(self._plan.buckets[bucket].pieces), self._gathering[bucket]
-        return [
-            client
-            for client in self._clients
-            if step < self._left.get(client, step + 1) and self._arrived[bucket].get(client, 0) < whole
-        ]
+    def _takes_part(self, client: int, step: int) -> bool:
+        return step < self._left.get(client, step + 1)
 
-    def _reduce_if_complete(self, bucket: int) -> list[ServerCommand]:
-        arrived = self._arrived[bucket]
-        if not arrived or bucket in self._reducing or self._missing(bucket):
+    def _missing(self, piece: Piece) -> list[int]:
+        """The clients that take part in the piece's step and have not sent it."""
+        step, arrived = self._gathering[piece.index], self._arrived[piece.index]
+        return [client for client in self._clients if client not in arrived and self._takes_part(client, step)]
+
+    def _reduce_if_complete(self, piece: Piece) -> list[ServerCommand]:
+        arrived = self._arrived[piece.index]
+        if not arrived or piece.index in self._reducing or self._missing(piece):
             return []
-        step = self._gathering[bucket]
+        self._reducing.add(piece.index)
+        return [Reduce(piece, self._gathering[piece.index], tuple(sorted(arrived)))]
+
+    def _reduced(self, piece: Piece) -> list[ServerCommand]:
+        if piece.index not in self._reducing:
+            raise ProtocolError(f"piece {piece.index} was reduced without being asked for")
+        self._reducing.discard(piece.index)
+        self._arrived[piece.index] = set()
+        self._gathering[piece.index] += 1
+        unit = self._plan.unit_of[piece.index]
+        self._unreduced[unit] -= 1
+        if self._unreduced[unit]:
+            return []
+        return [HandOver(unit, self._updating[unit])]
+
+    def _updated(self, unit: int, step: int) -> list[ServerCommand]:
+        if self._unreduced[unit] or step != self._updating[unit]:
+            raise ProtocolError(f"unit {unit} was updated in step {step}, but is to be in step {self._updating[unit]}")
+        pieces = self._plan.units[unit].pieces
+        self._unreduced[unit] = len(pieces)
+        self._updating[unit] += 1
+        priority = self._plan.buckets[pieces[0].bucket].priority
         commands: list[ServerCommand] = []
-        if step == self._announced:
-            # Whoever is not in by now has left: a client that takes part has sent this bucket.
-            self._announced += 1
-            commands += [TellToFollow(client, step) for client in self._clients if client not in arrived]
-        self._reducing.add(bucket)
-        clients = tuple(client for client in self._clients if client in arrived)
-        return [*commands, Reduce(bucket, step, clients)]
+        for client in self._clients:
+            if self._takes_part(client, step):
+                commands += self._send(client, self._windows[client].push(pieces, priority))
+        return commands + self._end_of_phase()
 
-    def _reduced(self, bucket: int) -> list[ServerCommand]:
-        if bucket not in self._reducing:
-            raise ProtocolError(f"bucket {bucket} was reduced without being asked for")
-        self._reducing.discard(bucket)
-        senders = self._arrived[bucket]
-        self._arrived[bucket] = {}
-        self._gathering[bucket] += 1
-        # Receives of those that sent nothing are still posted.
-        pieces = self._plan.buckets[bucket].pieces
-        return [PostReceive(client, piece) for client in self._clients if client in senders for piece in pieces]
-
-    def _updated(self, bucket: int) -> list[ServerCommand]:
-        if self._updating[bucket] >= self._gathering[bucket]:
-            raise ProtocolError(f"bucket {bucket} was updated twice in step {self._updating[bucket]}")
-        self._broadcasting += len(self._plan.buckets[bucket].pieces)
-        self._updating[bucket] += 1
-        return self._send(self._window.push(bucket))
-
-    def _send(self, pieces: Iterable[Piece]) -> list[ServerCommand]:
-        return [Broadcast(piece, self._updating[piece.bucket] - 1) for piece in pieces]
+    def _send(self, client: int, pieces: Iterable[Piece]) -> list[ServerCommand]:
+        return [SendWeights(client, piece, self._updating[self._plan.unit_of[piece.index]] - 1) for piece in pieces]
 
     def _client_left(self, client: int, steps: int) -> list[ServerCommand]:
         if client not in self._clients:
             raise ProtocolError(f"rank {client}, which is no client, left")
         if client in self._left:
             raise ProtocolError(f"rank {client} left twice")
-        for bucket, step in enumerate(self._gathering):
-            if step >= steps and self._arrived[bucket].get(client):
-                raise ProtocolError(f"rank {client} left before step {steps} but sent bucket {bucket} of step {step}")
+        for piece in self._plan.pieces:
+            step = self._gathering[piece.index]
+            if step >= steps and client in self._arrived[piece.index]:
+                raise ProtocolError(
+                    f"rank {client} left before step {steps} but sent bucket {piece.bucket} of step {step}"
+                )
         self._left[client] = steps
         commands: list[ServerCommand] = []
-        for bucket in range(len(self._plan.buckets)):
-            commands += self._reduce_if_complete(bucket)
+        for piece in self._plan.pieces:
+            commands += self._reduce_if_complete(piece)
         return commands + self._end_of_phase()
 
     def _client_departed(self, client: int, steps: int) -> list[ServerCommand]:
@@ -190,7 +183,7 @@ class ServerMachine:
         return commands + self._departed_are_missed(self._began - 1)
 
     def _departed_are_missed(self, step: int) -> list[ServerCommand]:
-        """A step without a client whose script has ended cannot be: nobody told it to wait, it cannot follow."""
+        """A step without a client whose script has ended cannot be: nobody told it to wait, it has old weights."""
         gone = sorted(client for client in self._departed if self._left[client] <= step)
         if not gone:
             return []
@@ -204,10 +197,10 @@ class ServerMachine:
         ]
 
     def _end_of_phase(self) -> list[ServerCommand]:
-        """All clients have left, and every step that one of them took part in is updated and sent."""
-        if self._ended or len(self._left) < len(self._clients) or self._broadcasting:
+        """All clients have left, and every step that one of them took part in is updated and has arrived."""
+        if self._ended or len(self._left) < len(self._clients):
             return []
-        if any(step < self._began for step in self._updating):
+        if any(step < self._began for step in self._updating) or not all(w.idle for w in self._windows.values()):
             return []
         self._ended = True
         return [PhaseEnded(self._began)]

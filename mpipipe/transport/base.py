@@ -1,10 +1,11 @@
-"""What a transport offers: nonblocking operations on channels, and small control messages.
+"""What a transport offers: nonblocking messages on channels, and small control messages.
 
-A *channel* belongs to one optimizer. It has its own space of tags, and *lanes* for broadcasts: MPI wants collectives
-started in the same order on every rank of a communicator (MPI 4.1, 6.12), so each lane is a communicator of its own and
-lanes are independent of each other.
+A *channel* belongs to one optimizer and has its own space of tags. Messages between two ranks with the same tag arrive
+in the order in which they were sent; nothing else is promised, and nothing else is needed. New weights go to each
+client in a message of its own: a collective would have to be started in the same order on every rank (MPI 4.1, 6.12),
+and would let a client that is busy hold up the others (``benchmarks/broadcast.py`` compares the ways).
 
-Every ``done`` callback, and every control message's, runs on the transport's thread and must return at once.
+Every callback, and every control message's, runs on the transport's thread and must return at once.
 Buffers are C-contiguous arrays of bytes and must stay untouched until ``done``.
 """
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 Buffer = NDArray[np.uint8]
 Done = Callable[[], None]
+OnMessage = Callable[[Buffer], None]
 OnControl = Callable[[int, dict[str, Any]], None]
 
 
@@ -27,15 +29,27 @@ class Channel(ABC):
 
     @abstractmethod
     def isend(self, dest: int, tag: int, buffer: Buffer, done: Done) -> None:
-        """Start sending ``buffer`` to a rank."""
+        """Start sending ``buffer`` to a rank; ``done`` when it has arrived there in a buffer that waited for it."""
 
     @abstractmethod
     def irecv(self, source: int, tag: int, buffer: Buffer, done: Done) -> None:
         """Have ``buffer`` filled by the next message of a rank with this tag."""
 
     @abstractmethod
-    def ibcast(self, lane: int, root: int, buffer: Buffer, done: Done) -> None:
-        """Take part in the next broadcast of a lane: ``buffer`` is read at ``root`` and filled elsewhere."""
+    def listen(self, source: int, nbytes: int, depth: int, on_message: OnMessage) -> None:
+        """Take every message of a rank, whatever its tag, from now on. Not together with :meth:`irecv`.
+
+        Args:
+            source: the rank.
+            nbytes: the length of the longest message.
+            depth: how many receives are posted at any time.
+            on_message: called with each message's buffer, which may be longer than the message. Whoever is called
+                gives it back by :meth:`release`.
+        """
+
+    @abstractmethod
+    def release(self, buffer: Buffer) -> None:
+        """Give back a buffer that :meth:`listen` has handed out. From any thread."""
 
 
 class Transport(ABC):
@@ -45,7 +59,7 @@ class Transport(ABC):
     size: int
 
     @abstractmethod
-    def open_channel(self, lanes: int) -> Channel:
+    def open_channel(self) -> Channel:
         """Make a channel. Collective: every rank opens its channels in the same order; blocks until it is there."""
 
     @abstractmethod
@@ -63,3 +77,22 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop the transport's thread once all that was handed over has left. Posted receives are withdrawn."""
+
+
+class Pool:
+    """Buffers of one length that are used again. Safe from several threads."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._free: list[Buffer] = []  # append and pop of a list are atomic
+
+    def take(self) -> Buffer:
+        """A buffer; a new one where none is free."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return np.empty(self.nbytes, dtype=np.uint8)
+
+    def give(self, buffer: Buffer) -> None:
+        """Take a buffer back."""
+        self._free.append(buffer)

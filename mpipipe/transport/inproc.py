@@ -1,8 +1,8 @@
 """A transport between threads of one process, for tests: it can delay, reorder, drop and kill on demand.
 
 It keeps what MPI promises and nothing more. Messages between two ranks with the same channel and tag arrive in order,
-so do the broadcasts of a lane, so do control messages between two ranks; everything else may overtake anything else,
-and does, as a seeded random generator decides.
+so do control messages between two ranks; everything else may overtake anything else, and does, as a seeded random
+generator decides.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mpipipe.transport.base import Buffer, Channel, Done, OnControl, Transport
+from mpipipe.transport.base import Buffer, Channel, Done, OnControl, OnMessage, Pool, Transport
 
 
 @dataclass(slots=True)
@@ -34,7 +34,8 @@ class Network:
         size: number of ranks.
         seed: of the random order; None delivers in the order in which operations could be completed.
         delay: seconds that the network rests between deliveries.
-        drop: called with (source, destination, tag) for each direct message; True loses it.
+        drop: called with (source, destination, tag) for each message; True loses it.
+        hold: called in the same way; as long as it is True the message stays on its way (see :meth:`look_again`).
     """
 
     def __init__(
@@ -43,17 +44,19 @@ class Network:
         seed: int | None = None,
         delay: float = 0.0,
         drop: Callable[[int, int, int], bool] | None = None,
+        hold: Callable[[int, int, int], bool] | None = None,
     ) -> None:
         self.size = size
         self._random = None if seed is None else random.Random(seed)
         self._delay = delay
         self._drop = drop
+        self._hold = hold
         self._lock = threading.Condition()
+        # By (channel, source, destination, tag).
         self._sends: dict[tuple[int, ...], deque[_Posted]] = defaultdict(deque)
         self._receives: dict[tuple[int, ...], deque[_Posted]] = defaultdict(deque)
-        # Broadcasts by lane: each root's in order, with the ranks that still have to take it.
-        self._roots: dict[tuple[int, ...], deque[tuple[_Posted, set[int]]]] = defaultdict(deque)
-        self._takers: dict[tuple[int, ...], deque[_Posted]] = defaultdict(deque)
+        # Receives for any tag, by (channel, source, destination).
+        self._listening: dict[tuple[int, ...], deque[_Posted]] = defaultdict(deque)
         self._control: dict[tuple[int, int], deque[dict[str, Any]]] = defaultdict(deque)
         self._handlers: dict[int, OnControl] = {}
         self._channels = [0] * size
@@ -76,19 +79,21 @@ class Network:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def post(self, kind: str, key: tuple[int, ...], posted: _Posted) -> None:
-        """Take one side of an operation: ``send``, ``receive`` or ``broadcast``."""
+    def look_again(self) -> None:
+        """Deliver what may be now: call it when ``hold`` has become false for a message."""
         with self._lock:
-            if kind == "send":
-                self._sends[key].append(posted)
-            elif kind == "receive":
-                self._receives[key].append(posted)
-            else:
-                channel, lane, root, rank = key
-                if rank == root:
-                    self._roots[channel, lane].append((posted, set(range(self.size)) - {root}))
-                else:
-                    self._takers[channel, lane, rank].append(posted)
+            self._lock.notify_all()
+
+    def send(self, key: tuple[int, ...], posted: _Posted) -> None:
+        """Take a message: (channel, source, destination, tag)."""
+        with self._lock:
+            self._sends[key].append(posted)
+            self._lock.notify_all()
+
+    def receive(self, key: tuple[int, ...], posted: _Posted) -> None:
+        """Take a receive: (channel, source, destination, tag), or without the tag for any."""
+        with self._lock:
+            (self._receives if len(key) == 4 else self._listening)[key].append(posted)
             self._lock.notify_all()
 
     def post_control(self, source: int, dest: int, message: dict[str, Any]) -> None:
@@ -131,13 +136,8 @@ class Network:
         for key, sends in self._sends.items():
             if sends and self._lost(key):
                 possible.append(partial(self._lose, key))
-            elif sends and self._receives[key]:
+            elif sends and (self._receives[key] or self._listening[key[:3]]) and not self._held(key):
                 possible.append(partial(self._deliver, key))
-        for lane, roots in self._roots.items():
-            for rank in range(self.size):
-                if rank not in self._dead and any(rank in missing for _, missing in roots):
-                    if self._takers[(*lane, rank)]:
-                        possible.append(partial(self._take, lane, rank))
         for (source, dest), messages in self._control.items():
             if messages and dest in self._handlers and not self._dead & {source, dest}:
                 possible.append(partial(self._deliver_control, source, dest))
@@ -147,23 +147,16 @@ class Network:
         _, source, dest, tag = key
         return bool(self._dead & {source, dest}) or (self._drop is not None and self._drop(source, dest, tag))
 
+    def _held(self, key: Any) -> bool:
+        return self._hold is not None and self._hold(*key[1:])
+
     def _lose(self, key: tuple[int, ...]) -> list[Done]:
         return [self._sends[key].popleft().done]
 
     def _deliver(self, key: tuple[int, ...]) -> list[Done]:
-        sent, received = self._sends[key].popleft(), self._receives[key].popleft()
-        received.buffer[:] = sent.buffer
+        sent, received = self._sends[key].popleft(), (self._receives[key] or self._listening[key[:3]]).popleft()
+        received.buffer[: sent.buffer.size] = sent.buffer
         return [sent.done, received.done]
-
-    def _take(self, lane: Any, rank: int) -> list[Done]:
-        taker = self._takers[(*lane, rank)].popleft()
-        posted, missing = next(entry for entry in self._roots[lane] if rank in entry[1])
-        taker.buffer[:] = posted.buffer
-        missing.discard(rank)
-        callbacks = [taker.done]
-        while self._roots[lane] and not self._roots[lane][0][1]:
-            callbacks.append(self._roots[lane].popleft()[0].done)
-        return callbacks
 
     def _deliver_control(self, source: int, dest: int) -> list[Done]:
         message = self._control[source, dest].popleft()
@@ -178,7 +171,7 @@ class InprocTransport(Transport):
         self.rank, self.size = rank, network.size
         self._network = network
 
-    def open_channel(self, lanes: int) -> InprocChannel:
+    def open_channel(self) -> InprocChannel:
         """See :meth:`Transport.open_channel`."""
         return InprocChannel(self._network, self.rank, self._network.next_channel(self.rank))
 
@@ -203,15 +196,33 @@ class InprocChannel(Channel):
 
     def __init__(self, network: Network, rank: int, number: int) -> None:
         self._network, self._rank, self._number = network, rank, number
+        self._pool: Pool | None = None
 
     def isend(self, dest: int, tag: int, buffer: Buffer, done: Done) -> None:
         """See :meth:`Channel.isend`."""
-        self._network.post("send", (self._number, self._rank, dest, tag), _Posted(buffer, done))
+        self._network.send((self._number, self._rank, dest, tag), _Posted(buffer, done))
 
     def irecv(self, source: int, tag: int, buffer: Buffer, done: Done) -> None:
         """See :meth:`Channel.irecv`."""
-        self._network.post("receive", (self._number, source, self._rank, tag), _Posted(buffer, done))
+        self._network.receive((self._number, source, self._rank, tag), _Posted(buffer, done))
 
-    def ibcast(self, lane: int, root: int, buffer: Buffer, done: Done) -> None:
-        """See :meth:`Channel.ibcast`."""
-        self._network.post("broadcast", (self._number, lane, root, self._rank), _Posted(buffer, done))
+    def listen(self, source: int, nbytes: int, depth: int, on_message: OnMessage) -> None:
+        """See :meth:`Channel.listen`."""
+        pool = self._pool = self._pool or Pool(nbytes)
+
+        def post() -> None:
+            buffer = pool.take()
+
+            def arrived() -> None:
+                post()
+                on_message(buffer)
+
+            self._network.receive((self._number, source, self._rank), _Posted(buffer, arrived))
+
+        for _ in range(depth):
+            post()
+
+    def release(self, buffer: Buffer) -> None:
+        """See :meth:`Channel.release`."""
+        assert self._pool is not None
+        self._pool.give(buffer)

@@ -2,23 +2,29 @@
 
 No MPI progresses in the background by itself, so the thread polls (``Testsome``), and sleeps between polls, longer the
 longer nothing happens: a blocking ``Wait`` would spin on a core that the training needs.
+
+Sends are synchronous-mode (``Issend``): they are done when the message has met its receive. A standard send of an eager
+message is done as soon as MPI has a copy, so that everything would be under way at once and nothing could overtake it.
 """
 
 from __future__ import annotations
 
 import json
+import queue
 import threading
-from collections import deque
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpipipe.transport.base import Buffer, Channel, Done, OnControl, Transport
+from mpipipe.transport.base import Buffer, Channel, Done, OnControl, OnMessage, Pool, Transport
 
-# Seconds between polls: the shortest, after something happened, and the longest, after a long silence.
-_NAP, _LONGEST_NAP = 20e-6, 1e-3
+# Seconds between polls: the shortest, after something happened; the longest while messages come and go, and when
+# there has been none for a while.
+_NAP, _LONGEST_NAP, _IDLE_NAP = 20e-6, 1e-3, 4e-3
+_IDLE_AFTER = 0.25  # seconds
 _CONTROL_TAG = 1
 
 _Call = Callable[[], None]
@@ -31,8 +37,7 @@ class MPITransport(Transport):
         """Take over a communicator that nothing else uses. The caller makes no MPI call until :meth:`close`."""
         self.rank, self.size = communicator.Get_rank(), communicator.Get_size()
         self._communicator = communicator
-        self._calls: deque[_Call] = deque()  # what other threads want done, in order
-        self._wake = threading.Event()
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()  # what other threads want done, in order
         # Requests under way, and by position in that list: what to call when done, and whether it is a receive, which
         # may never be.
         self._requests: list[MPI.Request] = []
@@ -40,32 +45,26 @@ class MPITransport(Transport):
         self._is_receive: list[bool] = []
         self._handler: OnControl | None = None
         self._early: list[tuple[int, dict[str, Any]]] = []  # control messages before there was a handler
+        self._status = MPI.Status()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="mpipipe-transport", daemon=True)
         self._thread.start()
 
-    def open_channel(self, lanes: int) -> MPIChannel:
-        """See :meth:`Transport.open_channel`. Uses ``lanes + 1`` communicators."""
+    def open_channel(self) -> MPIChannel:
+        """See :meth:`Transport.open_channel`."""
         opened = threading.Event()
         duplicates: list[MPI.Intracomm] = []
-        missing = [lanes + 1]
-
-        def one_done() -> None:
-            missing[0] -= 1
-            if not missing[0]:
-                opened.set()
 
         def duplicate() -> None:
             # Idup, not Dup: a blocking call would hold up the messages of other channels, for which another rank may
             # be waiting before it comes to open this one.
-            for _ in range(lanes + 1):
-                communicator, request = self._communicator.Idup()
-                duplicates.append(communicator)
-                self._add(request, one_done)
+            communicator, request = self._communicator.Idup()
+            duplicates.append(communicator)
+            self._add(request, opened.set)
 
         self.submit(duplicate)
         opened.wait()
-        return MPIChannel(self, duplicates[0], duplicates[1:])
+        return MPIChannel(self, duplicates[0])
 
     def send_control(self, dest: int, message: dict[str, Any]) -> None:
         """See :meth:`Transport.send_control`."""
@@ -91,14 +90,16 @@ class MPITransport(Transport):
 
     def close(self) -> None:
         """See :meth:`Transport.close`. Afterwards the caller may use MPI again."""
-        self._closing = True
-        self._wake.set()
+
+        def stop() -> None:
+            self._closing = True
+
+        self.submit(stop)
         self._thread.join()
 
     def submit(self, call: _Call) -> None:
         """Have the transport's thread make a call, after those submitted before."""
-        self._calls.append(call)
-        self._wake.set()
+        self._calls.put(call)
 
     def _add(self, request: MPI.Request, done: Done, receive: bool = False) -> None:
         self._requests.append(request)
@@ -106,28 +107,29 @@ class MPITransport(Transport):
         self._is_receive.append(receive)
 
     def _run(self) -> None:
-        nap = _NAP
+        nap, last = _NAP, time.monotonic()
         while True:
-            busy = self._make_calls() | self._complete() | self._take_control()
-            if busy:
-                nap = _NAP
-                continue
-            if self._closing and not self._calls and all(self._is_receive):
+            busy = self._complete()
+            busy |= self._take_control()
+            if not busy and self._closing and self._calls.empty() and all(self._is_receive):
                 break
-            if self._wake.wait(nap):
-                self._wake.clear()
-                nap = _NAP
-            nap = min(nap * 1.3, _LONGEST_NAP)
+            try:
+                # Waits on a lock, not on a socket: a call of another thread ends the nap at once.
+                call = self._calls.get_nowait() if busy else self._calls.get(timeout=nap)
+                while True:
+                    call()
+                    busy = True
+                    call = self._calls.get_nowait()
+            except queue.Empty:
+                pass
+            if busy:
+                nap, last = _NAP, time.monotonic()
+            else:
+                longest = _LONGEST_NAP if time.monotonic() - last < _IDLE_AFTER else _IDLE_NAP
+                nap = min(nap * 1.3, longest)
         for request in self._requests:
             request.Cancel()
             request.Free()
-
-    def _make_calls(self) -> bool:
-        made = False
-        while self._calls:
-            self._calls.popleft()()
-            made = True
-        return made
 
     def _complete(self) -> bool:
         if not self._requests:
@@ -135,21 +137,23 @@ class MPITransport(Transport):
         finished = MPI.Request.Testsome(self._requests)
         if not finished:
             return False
-        # In the order in which they were started: those of one lane are done in that order.
-        for position in sorted(finished):
-            self._done[position]()
-        for position in sorted(finished, reverse=True):
+        # In the order in which they were started. Taken out of the lists first: what is called may add to them.
+        finished.sort()
+        done = [self._done[position] for position in finished]
+        for position in reversed(finished):
             del self._requests[position], self._done[position], self._is_receive[position]
+        for call in done:
+            call()
         return True
 
     def _take_control(self) -> bool:
-        status = MPI.Status()
-        message = self._communicator.Improbe(MPI.ANY_SOURCE, _CONTROL_TAG, status)
+        message = self._communicator.Improbe(MPI.ANY_SOURCE, _CONTROL_TAG, self._status)
         if message is None:
             return False
-        buffer = bytearray(status.Get_count(MPI.BYTE))
+        buffer = bytearray(self._status.Get_count(MPI.BYTE))
+        source = self._status.Get_source()
         message.Recv([buffer, MPI.BYTE])
-        source, content = status.Get_source(), json.loads(buffer)
+        content = json.loads(buffer)
         if self._handler is None:
             self._early.append((source, content))
         else:
@@ -158,26 +162,46 @@ class MPITransport(Transport):
 
 
 class MPIChannel(Channel):
-    """A channel with a communicator for messages between two ranks, and one per lane."""
+    """A channel, with a communicator of its own."""
 
-    def __init__(self, transport: MPITransport, direct: MPI.Intracomm, lanes: list[MPI.Intracomm]) -> None:
+    def __init__(self, transport: MPITransport, communicator: MPI.Intracomm) -> None:
         self._transport = transport
-        self._direct = direct
-        self._lanes = lanes
+        self._communicator = communicator
+        self._pool: Pool | None = None
 
     def isend(self, dest: int, tag: int, buffer: Buffer, done: Done) -> None:
         """See :meth:`Channel.isend`."""
-        self._transport.submit(lambda: self._transport._add(self._direct.Isend([buffer, MPI.BYTE], dest, tag), done))
+        self._transport.submit(
+            lambda: self._transport._add(self._communicator.Issend([buffer, MPI.BYTE], dest, tag), done)
+        )
 
     def irecv(self, source: int, tag: int, buffer: Buffer, done: Done) -> None:
         """See :meth:`Channel.irecv`."""
         self._transport.submit(
-            lambda: self._transport._add(self._direct.Irecv([buffer, MPI.BYTE], source, tag), done, receive=True)
+            lambda: self._transport._add(self._communicator.Irecv([buffer, MPI.BYTE], source, tag), done, receive=True)
         )
 
-    def ibcast(self, lane: int, root: int, buffer: Buffer, done: Done) -> None:
-        """See :meth:`Channel.ibcast`."""
-        self._transport.submit(lambda: self._transport._add(self._lanes[lane].Ibcast([buffer, MPI.BYTE], root), done))
+    def listen(self, source: int, nbytes: int, depth: int, on_message: OnMessage) -> None:
+        """See :meth:`Channel.listen`. A few receives for any tag: testing one for each piece would cost more."""
+        pool = self._pool = self._pool or Pool(nbytes)
+
+        def post() -> None:
+            buffer = pool.take()
+
+            def arrived() -> None:
+                post()
+                on_message(buffer)
+
+            request = self._communicator.Irecv([buffer, MPI.BYTE], source, MPI.ANY_TAG)
+            self._transport._add(request, arrived, receive=True)
+
+        for _ in range(depth):
+            self._transport.submit(post)
+
+    def release(self, buffer: Buffer) -> None:
+        """See :meth:`Channel.release`."""
+        assert self._pool is not None
+        self._pool.give(buffer)
 
 
 def _hold(buffer: Buffer) -> None:

@@ -8,19 +8,66 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpipipe.wire import plain
+from mpipipe.wire import formats, plain
+
+_FORM_OF = {"float16": "fp16", "bfloat16": "bf16"}  # their elements are what that format makes of float32
 
 
-def mean(parts: Sequence[NDArray[np.uint8]], dtype: str) -> NDArray[np.uint8]:
-    """Sum encoded arrays of one dtype in the order given, divide by their number; returns new bytes.
+def mean(
+    parts: Sequence[NDArray[np.uint8]], dtype: str, form: str = "plain", out: NDArray[np.uint8] | None = None
+) -> NDArray[np.uint8]:
+    """Sum encoded arrays of one dtype in the order given, divide by their number.
 
-    16-bit floats are summed in float32 and rounded once, at the end.
+    16-bit floats are summed in float32 and rounded once, at the end; elements of any other dtype are summed in that
+    dtype, however many bits they had on the wire.
+
+    Args:
+        parts: at least one; bytes of equal length, encoded in ``form``. They are left as they are.
+        dtype: the name of the elements' dtype.
+        form: the wire format of the parts.
+        out: where to write the mean: as many bytes as the elements have in memory. It may not overlap with the parts.
+
+    Returns:
+        The mean, as bytes of elements of ``dtype``: ``out``, or new memory.
+
+    Raises:
+        ValueError: there is no such format, or the lengths do not agree.
     """
-    arrays = [plain.decode(part, dtype) for part in parts]
-    wide = np.dtype(np.float32) if arrays[0].dtype.itemsize == 2 else arrays[0].dtype
-    total: NDArray[Any] = arrays[0].astype(wide)
-    for array in arrays[1:]:
-        total += array.astype(wide, copy=False)
-    if len(arrays) > 1:
-        total /= np.asarray(len(arrays), dtype=wide)
-    return plain.encode(total.astype(arrays[0].dtype, copy=False))
+    element = plain.dtype_of(dtype)
+    wide = np.dtype(np.float32) if element.itemsize == 2 else element
+    sent = np.dtype(np.uint16) if formats.narrows(form, dtype) else element
+    size = parts[0].nbytes // sent.itemsize
+    if out is None:
+        out = np.empty(size * element.itemsize, np.uint8)
+    for part in parts:
+        formats.check_lengths(form, dtype, out.nbytes, part.nbytes)
+    arrays, result = [part.view(sent) for part in parts], out.view(element)
+    # What is summed as it is needs no memory besides the result; numpy is fastest in one go.
+    step = max(size, 1) if sent == wide else formats.BLOCK
+    for start in range(0, size, step):
+        block = slice(start, start + step)
+        total = result[block] if wide == element else np.empty(result[block].size, wide)
+        _mean([array[block] for array in arrays], dtype, form, total)
+        if wide != element:
+            result[block] = total
+    return out
+
+
+def _mean(arrays: list[NDArray[Any]], dtype: str, form: str, total: NDArray[Any]) -> None:
+    if len(arrays) == 1:
+        total[:] = _widened(arrays[0], dtype, form, total.dtype)
+        return
+    first, second = (_widened(array, dtype, form, total.dtype) for array in arrays[:2])
+    np.add(first, second, out=total)
+    for array in arrays[2:]:
+        total += _widened(array, dtype, form, total.dtype)
+    total /= np.asarray(len(arrays), dtype=total.dtype)
+
+
+def _widened(sent: NDArray[Any], dtype: str, form: str, wide: np.dtype[Any]) -> NDArray[Any]:
+    """What was sent, in the dtype that it is summed in: the same array if that is its own."""
+    if sent.dtype == wide:
+        return sent
+    values = np.empty(sent.size, wide)
+    formats.decode(_FORM_OF.get(dtype, form), wide.name, sent.view(np.uint8), values.view(np.uint8))
+    return values

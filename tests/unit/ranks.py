@@ -6,12 +6,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from mpipipe.protocol.plan import Plan, VariableSpec, make_plan
+from mpipipe.protocol.plan import Piece, Plan, VariableSpec, make_plan
+from mpipipe.wire import header
+from mpipipe.wire.header import HEADER_BYTES
 
 
 class Ranks:
@@ -60,15 +64,20 @@ class Ranks:
 
 
 def run_ranks(functions: dict[int, Callable[[], Any]], seconds: float = 20.0) -> dict[int, Any]:
-    """What each rank's function returns; the first exception of a rank is raised."""
-    ranks = Ranks(functions)
-    deadline = time.monotonic() + seconds
-    while len(ranks.outcomes) < len(functions) and time.monotonic() < deadline:
-        failed = [o for o in list(ranks.outcomes.values()) if isinstance(o, BaseException)]
-        if failed:  # the others may wait for it for ever
-            raise failed[0]
-        time.sleep(0.002)
-    outcomes = ranks.join(max(0.1, deadline - time.monotonic()))
+    """What each rank's function returns; the first exception of a rank, or of a thread of its own, is raised."""
+    errors: list[BaseException | None] = []
+    hook, threading.excepthook = threading.excepthook, lambda arguments: errors.append(arguments.exc_value)
+    try:
+        ranks = Ranks(functions)
+        deadline = time.monotonic() + seconds
+        while len(ranks.outcomes) < len(functions) and time.monotonic() < deadline:
+            failed = [o for o in [*list(ranks.outcomes.values()), *errors] if isinstance(o, BaseException)]
+            if failed:  # the others may wait for it for ever
+                raise failed[0]
+            time.sleep(0.002)
+        outcomes = ranks.join(max(0.1, deadline - time.monotonic()))
+    finally:
+        threading.excepthook = hook
     for outcome in outcomes.values():
         if isinstance(outcome, BaseException):
             raise outcome
@@ -80,7 +89,27 @@ def dense(name: str, inputs: int, outputs: int, dtype: str = "float32") -> list[
     return [VariableSpec(f"{name}/kernel", (inputs, outputs), dtype), VariableSpec(f"{name}/bias", (outputs,), dtype)]
 
 
-def plan_of(sizes: list[int], piece_bytes: int = 1 << 20, dtype: str = "float32") -> Plan:
+def plan_of(sizes: list[int], piece_bytes: int = 1 << 20, dtype: str = "float32", *, divisible: bool = False) -> Plan:
     """A plan with one bucket for each number of elements."""
     variables = [VariableSpec(f"layer_{i}/kernel", (size,), dtype) for i, size in enumerate(sizes)]
-    return make_plan(variables, [True] * len(sizes), piece_bytes=piece_bytes, fuse_bytes=0, max_buckets=1000)
+    return make_plan(
+        variables,
+        [True] * len(sizes),
+        piece_bytes=piece_bytes,
+        fuse_bytes=0,
+        max_buckets=1000,
+        divisible=divisible,
+    )
+
+
+def image_of(pieces: Sequence[Piece], step: int, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The image of consecutive pieces whose elements are ``data``: their messages, one after the other."""
+    assert data.nbytes == sum(piece.nbytes for piece in pieces)
+    messages = []
+    for piece in pieces:
+        start = piece.offset - pieces[0].offset
+        message = np.empty(HEADER_BYTES + piece.nbytes, np.uint8)
+        header.write(message, step, piece.index)
+        message[HEADER_BYTES:] = data[start : start + piece.nbytes]
+        messages.append(message)
+    return np.concatenate(messages)

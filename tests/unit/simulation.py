@@ -1,39 +1,69 @@
 """One server machine and its clients on a network that delivers in any order that MPI allows, and checks as it goes.
 
-MPI promises the order of messages of one sender under one tag, of the broadcasts of one communicator (here: of one
-bucket), and of control messages between two ranks. Everything else is drawn at random: whatever can happen next is in
-one pool, from which a seeded generator takes.
+MPI promises the order of messages of one sender under one tag, and of control messages between two ranks. Everything
+else is drawn at random: whatever can happen next is in one pool, from which a seeded generator takes. What the sender
+and the receiver learn of a message, they learn independently of each other.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from typing import Any, Literal
 
 from mpipipe.protocol import messages as m
 from mpipipe.protocol.client import ClientMachine
-from mpipipe.protocol.plan import Plan
+from mpipipe.protocol.plan import Piece, Plan
 from mpipipe.protocol.server import ServerMachine
 
 Action = Callable[[], None]
 
+# When a client's training loop has a bucket's next gradient: when the bucket's weights are in; when all weights are
+# in, as a training step that reads all of them at once does; or one step ahead of the weights, where a gradient does
+# not depend on them (a step ends when all weights of the one before it have been taken).
+Pace = Literal["bucket", "step", "early"]
+PACES: tuple[Pace, ...] = ("bucket", "step", "early")
 
-class Credit:
-    """The bytes under way at one rank, never above the credit but for a piece that is alone."""
 
-    def __init__(self, credit_bytes: int) -> None:
-        self._credit = credit_bytes
-        self.under_way: list[m.Piece] = []
+class Window:
+    """What may be seen of one rank's sending to another: credit, urgency, and that nothing waits without a reason."""
 
-    def begin(self, piece: m.Piece) -> None:
+    def __init__(self, plan: Plan, credit_bytes: int) -> None:
+        self._plan, self._credit = plan, credit_bytes
+        self.waiting: set[Piece] = set()
+        self.under_way: list[Piece] = []
+
+    def _urgency(self, piece: Piece) -> tuple[int, int]:
+        return self._plan.buckets[piece.bucket].priority, piece.index
+
+    def ready(self, pieces: Iterable[Piece]) -> None:
+        """These pieces may be sent."""
+        for piece in pieces:
+            assert piece not in self.waiting, f"{piece} is to be sent for another step before it was for the last"
+            self.waiting.add(piece)
+
+    def begin(self, piece: Piece) -> None:
+        """One of them is."""
+        assert piece in self.waiting, f"{piece} is sent before it is ready, or twice"
+        first = min(self.waiting, key=self._urgency)
+        assert piece is first, f"{piece} overtakes {first}, which is more urgent"
+        self.waiting.remove(piece)
         self.under_way.append(piece)
         total = sum(piece.nbytes for piece in self.under_way)
         assert total <= self._credit or len(self.under_way) == 1, f"{total} bytes under way: {self.under_way}"
 
-    def end(self, piece: m.Piece) -> None:
+    def end(self, piece: Piece) -> None:
+        """It has arrived."""
         self.under_way.remove(piece)
+
+    def check(self) -> None:
+        """Whatever may go has gone."""
+        if self.waiting:
+            first = min(self.waiting, key=self._urgency)
+            total = sum(piece.nbytes for piece in self.under_way)
+            assert self.under_way and total + first.nbytes > self._credit, f"{first} waits for nothing"
 
 
 class SimulatedClient:
@@ -41,16 +71,20 @@ class SimulatedClient:
 
     def __init__(self, world: Simulation, rank: int, steps: list[int]) -> None:
         self.rank, self.steps = rank, steps
-        self.machine = ClientMachine(world.plan, world.credit_bytes)
-        self.credit = Credit(world.credit_bytes)
+        self.machine = ClientMachine(world.plan, world.credit_bytes, overlap=world.overlap)
+        self.sending = Window(world.plan, world.credit_bytes)  # its gradients
+        self.receiving = Window(world.plan, world.credit_bytes)  # its weights: the server's side
         self.phase = 0
         count = len(world.plan.buckets)
-        self.begun = [0] * count  # gradients made in this phase, by bucket
-        self.own_done = [0] * count  # own weights delivered in this phase, by bucket
+        self.computing = [False] * count  # buckets whose next gradient is yet to be handed to the machine
+        self.computed = [0] * count  # gradients made in this phase, by bucket
+        self.done = [0] * count  # weights delivered in this phase, by bucket
+        self.step = [0] * count  # the step that each bucket is in
+        self.early: set[int] = set()  # buckets whose gradient is ready before their weights
+        self.held: list[int] = []  # buckets whose gradients wait for the others', without overlap
         self.delivered: list[list[int]] = [[] for _ in range(count)]  # the steps of the weights, by bucket
-        self.arriving: list[list[int]] = [[] for _ in range(count)]  # the steps of the pieces of the next weights
+        self.arriving: list[list[tuple[int, int]]] = [[] for _ in range(count)]  # (step, piece) of the next weights
         self.left = False
-        self.target: int | None = None  # after it has left: the steps that the phase has had, once it is told
         self.ended = False
 
 
@@ -60,11 +94,13 @@ class Simulation:
     Args:
         plan: the buckets.
         steps: for each client (rank 1, 2, ...) its number of steps in each phase.
-        credit_bytes: how much may be under way per rank and direction.
+        credit_bytes: how much may be under way from one rank to another.
         seed: of the order of everything.
-        lockstep: whether a client begins a step only when all its weights are in, as a training step that reads all
-            of them at once does; else each bucket goes on by itself.
-        departing: whether clients, after the last phase, end their scripts instead of leaving the phase.
+        pace: of the clients' training loops.
+        overlap: see :class:`ClientMachine`.
+        departing: the clients that, after the last phase, end their scripts instead of leaving the phase.
+        inexact: whether clients catch up at the end of a phase that they have done to its end too, as they do where
+            the weights were sent in a narrow format.
     """
 
     def __init__(
@@ -74,15 +110,17 @@ class Simulation:
         credit_bytes: int,
         seed: int,
         *,
-        lockstep: bool = False,
-        departing: bool = False,
+        pace: Pace = "bucket",
+        overlap: bool = True,
+        departing: Collection[int] = (),
+        inexact: bool = False,
     ) -> None:
-        self.plan, self.credit_bytes, self.lockstep, self.departing = plan, credit_bytes, lockstep, departing
+        self.plan, self.credit_bytes, self.pace, self.overlap = plan, credit_bytes, pace, overlap
+        self.departing, self._inexact = departing, inexact
         self.random = random.Random(seed)
         self.phases = len(steps[0])
         self.clients = {rank: SimulatedClient(self, rank, own) for rank, own in enumerate(steps, start=1)}
         self.server = ServerMachine(plan, self.clients, credit_bytes)
-        self.credit = Credit(credit_bytes)
         # The first step of each phase, and who takes part in each step, as it must come out.
         self.starts = [0]
         self.participants: list[tuple[int, ...]] = []
@@ -92,34 +130,37 @@ class Simulation:
                 self.participants.append(tuple(r for r, c in self.clients.items() if c.steps[phase] > step))
             self.starts.append(self.starts[-1] + longest)
 
-        # The network.
+        # The network. Messages by (source, dest, tag), each with its step: sent, and taken and not yet noticed.
         self._pool: list[Action] = []
-        self._sent: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # by (client, tag): the step of the data
-        self._posted: Counter[tuple[int, int]] = Counter()  # receives, by (client, tag)
-        self._broadcast: list[list[tuple[int, int]]] = [[] for _ in plan.buckets]  # (tag, step) in the root's order
-        self._receivers: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # by (client, bucket): tags in order
-        self._taken: Counter[tuple[int, int]] = Counter()  # broadcasts taken, by (client, bucket)
+        self._sent: dict[tuple[int, int, int], deque[int]] = defaultdict(deque)
+        self._taken: dict[tuple[int, int, int], deque[int]] = defaultdict(deque)
         self._control: dict[tuple[int, int], deque[Action]] = defaultdict(deque)  # by (source, dest)
-        self._held: Callable[[int, int, int], bool] = lambda *_: False
+        self._held: Callable[[str, int, int, int], bool] = lambda *_: False
         self._waiting_actions: list[Action] = []
+        self._changed_steps: Callable[[Any], int] = lambda event: 0
+        self.events = 0
 
         # What the server holds and what it has done.
-        self._buffers: dict[tuple[int, int], int] = {}  # by (client, tag): the step of the gradient that is in it
-        self._versions = [-1] * len(plan.buckets)  # the step of each bucket's newest weights
-        self.reduced: Counter[tuple[int, int]] = Counter()
+        self._buffers: dict[tuple[int, int], int] = {}  # by (client, piece): the step of the gradient that is in it
+        self._versions = [-1] * len(plan.units)  # the step of each unit's newest weights
+        self.counted: Counter[tuple[int, int, int]] = Counter()  # gradients by (client, piece, step)
+        self.reduced: Counter[tuple[int, int]] = Counter()  # by (piece, step)
+        self.updated: list[list[int]] = [[] for _ in plan.units]  # the steps of each unit
         self.steps_begun: list[int] = []
         self.phases_ended: list[int] = []
-        self.told: dict[int, list[int]] = {rank: [] for rank in self.clients}
+        self.caught_up: dict[int, list[int]] = {rank: [] for rank in self.clients}
         self.failures: list[str] = []
 
-        self._carry_out(self.server.start())
         for client in self.clients.values():
             self._train(client)
 
     # ------------------------------------------------------------------------------------------------- going through
 
-    def hold(self, which: Callable[[int, int, int], bool]) -> None:
-        """From now on keep back every gradient (client, bucket, step) for which this is true."""
+    def hold(self, which: Callable[[str, int, int, int], bool]) -> None:
+        """From now on keep back every ("gradient" or "weights", client, bucket, step) for which this is true.
+
+        A gradient is kept from being ready, weights are kept on their way to the client.
+        """
         self._held = which
 
     def release(self) -> None:
@@ -127,6 +168,10 @@ class Simulation:
         self._held = lambda *_: False
         self._pool += self._waiting_actions
         self._waiting_actions = []
+
+    def falsify(self, change: Callable[[Any], int]) -> None:
+        """Change the step of every event that has one, by this much."""
+        self._changed_steps = change
 
     def run(self) -> None:
         """Let happen, in random order, all that can happen; ends also where the server has failed."""
@@ -137,30 +182,35 @@ class Simulation:
 
     def check_the_end(self) -> None:
         """Nothing is left over, and everything has happened exactly once."""
-        total = self.starts[-1]
-        buckets = range(len(self.plan.buckets))
+        total = self.starts[-1] if self.plan.buckets else 0
+        steps, pieces = range(total), range(len(self.plan.pieces))
         assert all(client.ended for client in self.clients.values()), f"hangs: {self.where()}"
-        assert self.steps_begun == (list(range(total)) if buckets else [])
-        assert self.phases_ended == self.starts[1:]
-        assert self.reduced == Counter({(bucket, step): 1 for bucket in buckets for step in range(total)})
+        assert self.steps_begun == list(steps)
+        assert self.phases_ended == (self.starts[1:] if self.plan.buckets else [0] * self.phases)
+        assert self.reduced == Counter({(piece, step): 1 for piece in pieces for step in steps})
+        assert self.updated == [list(steps) for _ in self.plan.units]
+        assert self.counted == Counter(
+            {(c, p, step): 1 for step in steps for c in self.participants[step] for p in pieces}
+        )
         assert self.server.waiting_for() == {}
-        assert not self.credit.under_way
         for rank, client in self.clients.items():
-            assert client.machine.between_steps and client.machine.steps == total
-            assert client.delivered == [list(range(total)) for _ in buckets]
-            assert not client.credit.under_way
-            assert self.told[rank] == [s for s, taking_part in enumerate(self.participants) if rank not in taking_part]
-        assert not any(self._sent.values()) and not any(self._receivers.values()) and not any(self._control.values())
-        assert self._posted == {(rank, piece.index): 1 for rank in self.clients for piece in self.plan.pieces}
+            own = [step for step in steps if rank in self.participants[step]]
+            assert client.machine.between_steps
+            assert client.machine.steps == total
+            assert client.delivered == [own for _ in self.plan.buckets]
+            for window in (client.sending, client.receiving):
+                assert not window.waiting and not window.under_way
+        assert not any(self._sent.values()) and not any(self._taken.values()) and not any(self._control.values())
+        assert not self._buffers
 
     def where(self) -> str:
         """Where everybody stands."""
         clients = {
-            rank: (c.phase, c.begun, [c.machine.step_of(b) for b in range(len(self.plan.buckets))], c.left)
+            rank: (c.phase, c.computed, [c.machine.step_of(b) for b in range(len(self.plan.buckets))], c.left)
             for rank, c in self.clients.items()
         }
         owed = self.server.waiting_for()
-        return f"clients (phase, begun, step by bucket, left): {clients}; the server waits for {owed}"
+        return f"clients (phase, computed, step by bucket, left): {clients}; the server waits for {owed}"
 
     # ---------------------------------------------------------------------------------------------------- the clients
 
@@ -168,203 +218,205 @@ class Simulation:
         """Make possible whatever the client's training loop can do now."""
         if client.left or client.ended:
             return
-        wanted = client.steps[client.phase]
-        slowest = min(client.own_done, default=wanted)
-        for bucket, begun in enumerate(client.begun):
-            ready = slowest if self.lockstep else client.own_done[bucket]
-            if begun < wanted and begun == ready:
-                client.begun[bucket] += 1
-                self._make_ready(client, bucket, self.starts[client.phase] + begun)
+        wanted = client.steps[client.phase] if self.plan.buckets else 0
+        slowest = min(client.done, default=wanted)
+        for bucket, computed in enumerate(client.computed):
+            reached = {"bucket": client.done[bucket], "step": slowest, "early": slowest + 1}[self.pace]
+            if computed < wanted and computed <= reached and not client.computing[bucket]:
+                client.computing[bucket] = True
+                self._pool.append(lambda b=bucket, c=computed: self._compute(client, b, c))
         if slowest == wanted and client.machine.between_steps:
             self._leave(client)
 
-    def _make_ready(self, client: SimulatedClient, bucket: int, step: int) -> None:
-        def ready() -> None:
-            if self._held(client.rank, bucket, step):
-                self._waiting_actions.append(ready)
-            else:
-                self._feed_client(client, m.GradientReady(bucket))
+    def _compute(self, client: SimulatedClient, bucket: int, number: int) -> None:
+        step = self.starts[client.phase] + number
+        if self._held("gradient", client.rank, bucket, step):
+            self._waiting_actions.append(lambda: self._compute(client, bucket, number))
+            return
+        client.computing[bucket] = False
+        client.computed[bucket] += 1
+        if client.step[bucket] == step:
+            self._may_be_sent(client, bucket)
+        else:
+            client.early.add(bucket)
+        self._feed_client(client, m.GradientReady(bucket, step))
 
-        self._pool.append(ready)
+    def _may_be_sent(self, client: SimulatedClient, bucket: int) -> None:
+        """A bucket's gradient is ready and its old weights are in."""
+        client.held.append(bucket)
+        if self.overlap or len(client.held) == len(self.plan.buckets):
+            client.sending.ready(piece for held in client.held for piece in self.plan.buckets[held].pieces)
+            client.held.clear()
 
     def _leave(self, client: SimulatedClient) -> None:
         client.left = True
         steps = client.machine.steps
-        last = client.phase == self.phases - 1
-        kind = m.ClientDeparted if last and self.departing else m.ClientLeft
-        if kind is m.ClientDeparted:
-            client.ended = True
+        departs = client.phase == self.phases - 1 and client.rank in self.departing
+        client.ended = departs
+        kind = m.ClientDeparted if departs else m.ClientLeft
         self._say(client.rank, 0, lambda: self._feed_server(kind(client.rank, steps)))
 
-    def _follow_to_the_end(self, client: SimulatedClient) -> None:
-        """After the phase's answer: go on with the next one once all weights are in."""
-        if client.target is None or not client.machine.between_steps or client.machine.steps < client.target:
-            return
-        assert client.machine.steps == client.target
-        client.target = None
+    def _answer_phase(self, client: SimulatedClient, steps: int) -> None:
+        if client.machine.steps < steps or self._inexact:
+            self.caught_up[client.rank].append(steps)
+            client.step = [steps] * len(client.step)
+            self._feed_client(client, m.CaughtUp(steps))
+        assert not self.plan.buckets or client.machine.steps == steps
         client.phase += 1
         if client.phase == self.phases:
             client.ended = True
             return
         client.left = False
-        client.begun = [0] * len(client.begun)
-        client.own_done = [0] * len(client.own_done)
+        client.computed = [0] * len(client.computed)
+        client.done = [0] * len(client.done)
         self._train(client)
 
     def _feed_client(self, client: SimulatedClient, event: m.ClientEvent) -> None:
-        for command in client.machine.handle(event):
+        self.events += 1
+        if isinstance(event, m.GradientSent):
+            client.sending.end(event.piece)
+        for command in client.machine.handle(self._falsified(event)):
             if isinstance(command, m.SendGradient):
-                self._send(client, command.piece, command.step)
-            elif isinstance(command, m.ReceiveWeights):
-                self._receivers[client.rank, command.piece.bucket].append(command.piece.index)
-                self._match_broadcast(client.rank, command.piece.bucket)
+                assert command.step == client.step[command.piece.bucket]
+                client.sending.begin(command.piece)
+                self._send(client.rank, 0, command.piece, command.step)
             else:
                 assert isinstance(command, m.DeliverWeights)
-                self._deliver(client, command)
+                self._deliver(client, command.bucket, command.step)
+        client.sending.check()
         self._train(client)
-        self._follow_to_the_end(client)
 
-    def _deliver(self, client: SimulatedClient, command: m.DeliverWeights) -> None:
-        bucket, step = command.bucket, command.step
+    def _deliver(self, client: SimulatedClient, bucket: int, step: int) -> None:
         pieces = self.plan.buckets[bucket].pieces
-        assert client.arriving[bucket] == [step] * len(pieces), "the weights are of another step"
+        assert sorted(client.arriving[bucket]) == [(step, piece.index) for piece in pieces]
+        assert client.rank in self.participants[step]
         client.arriving[bucket] = []
         client.delivered[bucket].append(step)
-        assert command.followed == (client.rank not in self.participants[step])
-        if not command.followed:
-            client.own_done[bucket] += 1
+        client.done[bucket] += 1
+        client.step[bucket] = step + 1
+        if bucket in client.early:
+            client.early.discard(bucket)
+            self._may_be_sent(client, bucket)
 
     # ----------------------------------------------------------------------------------------------------- the server
 
     def _feed_server(self, event: m.ServerEvent) -> None:
-        self._carry_out(self.server.handle(event))
+        self.events += 1
+        if isinstance(event, m.GradientReceived):
+            buffer = event.client, event.piece.index
+            assert buffer not in self._buffers, "a gradient has come before the last one was reduced"
+            self._buffers[buffer] = event.step
+        elif isinstance(event, m.WeightsSent):
+            self.clients[event.client].receiving.end(event.piece)
+        elif isinstance(event, m.Updated):
+            for client in self.participants[event.step]:
+                self.clients[client].receiving.ready(self.plan.units[event.unit].pieces)
+        for command in self.server.handle(self._falsified(event)):
+            self._carry_out(command)
+        for client in self.clients.values():
+            client.receiving.check()
+        if isinstance(event, m.ClientLeft | m.ClientDeparted):
+            assert event.client not in self.server.waiting_for(), "the server waits for a client that has gone"
 
-    def _carry_out(self, commands: list[m.ServerCommand]) -> None:
-        for command in commands:
-            if isinstance(command, m.PostReceive):
-                self._post_receive(command.client, command.piece)
-            elif isinstance(command, m.StepBegan):
-                self.steps_begun.append(command.step)
-            elif isinstance(command, m.Reduce):
-                self._reduce(command)
-            elif isinstance(command, m.Broadcast):
-                self._start_broadcast(command.piece, command.step)
-            elif isinstance(command, m.TellToFollow):
-                self._tell_to_follow(command.client, command.step)
-            elif isinstance(command, m.PhaseEnded):
-                self._end_phase(command.steps)
-            else:
-                assert isinstance(command, m.Fail)
-                self.failures.append(command.message)
-
-    def _post_receive(self, client: int, piece: m.Piece) -> None:
-        assert (client, piece.index) not in self._buffers, "a receive is posted into a buffer that is still in use"
-        self._posted[client, piece.index] += 1
-        assert self._posted[client, piece.index] == 1, "two receives into one buffer"
-        self._match_gradient(client, piece)
+    def _carry_out(self, command: m.ServerCommand) -> None:
+        if isinstance(command, m.StepBegan):
+            self.steps_begun.append(command.step)
+        elif isinstance(command, m.Reduce):
+            self._reduce(command)
+        elif isinstance(command, m.HandOver):
+            self._hand_over(command.unit, command.step)
+        elif isinstance(command, m.SendWeights):
+            unit = self.plan.unit_of[command.piece.index]
+            assert self._versions[unit] == command.step, "weights of another step than the newest are sent"
+            self.clients[command.client].receiving.begin(command.piece)
+            self._send(0, command.client, command.piece, command.step)
+        elif isinstance(command, m.PhaseEnded):
+            self._end_phase(command.steps)
+        else:
+            assert isinstance(command, m.Fail)
+            self.failures.append(command.message)
 
     def _reduce(self, command: m.Reduce) -> None:
-        bucket, step = command.bucket, command.step
-        assert command.clients == self.participants[step], f"bucket {bucket} of step {step}: {command.clients}"
-        self.reduced[bucket, step] += 1
-        assert self.reduced[bucket, step] == 1
+        piece, step = command.piece, command.step
+        assert command.clients == self.participants[step], f"{piece} of step {step}: {command.clients}"
+        self.reduced[piece.index, step] += 1
         for client in command.clients:
-            for piece in self.plan.buckets[bucket].pieces:
-                assert self._buffers[client, piece.index] == step, "a gradient of another step is summed"
+            assert self._buffers[client, piece.index] == step, "a gradient of another step is summed"
+            self.counted[client, piece.index, step] += 1
 
         def summed() -> None:
             for client in command.clients:
-                for piece in self.plan.buckets[bucket].pieces:
-                    del self._buffers[client, piece.index]
-            self._feed_server(m.Reduced(bucket))
-            self._pool.append(updated)
-
-        def updated() -> None:
-            assert self._versions[bucket] == step - 1, "updates of a bucket are not in order"
-            self._versions[bucket] = step
-            self._feed_server(m.Updated(bucket))
+                del self._buffers[client, piece.index]
+            self._feed_server(m.Reduced(piece))
 
         self._pool.append(summed)
 
-    def _tell_to_follow(self, client: int, step: int) -> None:
-        self.told[client].append(step)
-        self._say(0, client, lambda: self._feed_client(self.clients[client], m.StepToFollow(step)))
+    def _hand_over(self, unit: int, step: int) -> None:
+        for piece in self.plan.units[unit].pieces:
+            assert self.reduced[piece.index, step] == 1, "a gradient is handed over of which a piece is missing"
+
+        def updated() -> None:
+            assert self._versions[unit] == step - 1, "the updates of a unit are not in order"
+            self._versions[unit] = step
+            self.updated[unit].append(step)
+            self._feed_server(m.Updated(unit, step))
+
+        self._pool.append(updated)
 
     def _end_phase(self, steps: int) -> None:
         self.phases_ended.append(steps)
         phase = len(self.phases_ended) - 1
-        assert phase < self.phases and steps == self.starts[phase + 1], "the phase ended after other steps"
-        assert not self.credit.under_way, "the phase ended before all weights were sent"
-        assert all(self.reduced[bucket.index, step] for bucket in self.plan.buckets for step in range(steps))
-        if self.departing and phase == self.phases - 1:
+        assert phase < self.phases
+        assert steps == self.starts[phase + 1] or not self.plan.buckets, "the phase ended after other steps"
+        assert not any(c.receiving.waiting or c.receiving.under_way for c in self.clients.values())
+        assert all(version == steps - 1 for version in self._versions), "the phase ended before all was updated"
+        if all(client.ended for client in self.clients.values()):
             return
         self._feed_server(m.PhaseOpened())
         for client in self.clients.values():
-            self._say(0, client.rank, lambda c=client: self._answer_phase(c, steps))
-
-    def _answer_phase(self, client: SimulatedClient, steps: int) -> None:
-        client.target = steps
-        self._follow_to_the_end(client)
+            if not client.ended:
+                self._say(0, client.rank, lambda c=client: self._answer_phase(c, steps))
 
     # ---------------------------------------------------------------------------------------------------- the network
 
-    def _send(self, client: SimulatedClient, piece: m.Piece, step: int) -> None:
-        client.credit.begin(piece)
-        self._sent[client.rank, piece.index].append(step)
-        self._match_gradient(client.rank, piece)
+    def _send(self, source: int, dest: int, piece: Piece, step: int) -> None:
+        key = source, dest, piece.index
+        self._sent[key].append(step)
+        self._pool.append(lambda: self._match(key, piece))
 
-        def left() -> None:
-            client.credit.end(piece)
-            self._feed_client(client, m.GradientSent(piece))
-
-        # A small message has left before anybody receives it, a large one after.
-        self._pool.append(left)
-
-    def _match_gradient(self, client: int, piece: m.Piece) -> None:
-        key = (client, piece.index)
-        if not (self._posted[key] and self._sent[key]):
+    def _match(self, key: tuple[int, int, int], piece: Piece) -> None:
+        """A message meets a receive: from now on both sides may notice, in any order."""
+        source, dest, _ = key
+        if source == 0 and self._held("weights", dest, piece.bucket, self._sent[key][0]):
+            self._waiting_actions.append(lambda: self._match(key, piece))
             return
-        self._posted[key] -= 1
-        if not self._posted[key]:
-            del self._posted[key]
-        step = self._sent[key].popleft()
+        self._taken[key].append(self._sent[key].popleft())
 
-        def arrive() -> None:
-            self._buffers[key] = step
-            self._feed_server(m.GradientReceived(client, piece))
+        def received() -> None:
+            step = self._taken[key].popleft()
+            if dest == 0:
+                self._feed_server(m.GradientReceived(source, piece, step))
+            else:
+                client = self.clients[dest]
+                client.arriving[piece.bucket].append((step, piece.index))
+                self._feed_client(client, m.WeightsReceived(piece, step))
 
-        self._pool.append(arrive)
+        def sent() -> None:
+            if source == 0:
+                self._feed_server(m.WeightsSent(dest, piece))
+            else:
+                self._feed_client(self.clients[source], m.GradientSent(piece))
 
-    def _start_broadcast(self, piece: m.Piece, step: int) -> None:
-        self.credit.begin(piece)
-        assert self._versions[piece.bucket] == step, "the weights that are sent are of another step"
-        self._broadcast[piece.bucket].append((piece.index, step))
-
-        def left() -> None:
-            self.credit.end(piece)
-            self._feed_server(m.BroadcastDone(piece))
-
-        self._pool.append(left)
-        for rank in self.clients:
-            self._match_broadcast(rank, piece.bucket)
-
-    def _match_broadcast(self, client: int, bucket: int) -> None:
-        key = (client, bucket)
-        while self._receivers[key] and self._taken[key] < len(self._broadcast[bucket]):
-            tag, step = self._broadcast[bucket][self._taken[key]]
-            assert self._receivers[key].popleft() == tag, "ranks start the broadcasts of a bucket in different order"
-            self._taken[key] += 1
-            self._pool.append(lambda tag=tag, step=step: self._weights_arrive(self.clients[client], tag, step))
-
-    def _weights_arrive(self, client: SimulatedClient, tag: int, step: int) -> None:
-        piece = self.plan.pieces[tag]
-        client.arriving[piece.bucket].append(step)
-        self._feed_client(client, m.WeightsReceived(piece))
+        self._pool += [received, sent]
 
     def _say(self, source: int, dest: int, action: Action) -> None:
         """A control message: those between two ranks arrive in order."""
         self._control[source, dest].append(action)
         self._pool.append(lambda: self._control[source, dest].popleft()())
+
+    def _falsified(self, event: Any) -> Any:
+        change = self._changed_steps(event) if hasattr(event, "step") else 0
+        return replace(event, step=event.step + change) if change else event
 
 
 def play(*args: Any, **kwargs: Any) -> Simulation:

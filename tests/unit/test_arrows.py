@@ -35,7 +35,7 @@ def within(name: str, *modules: str) -> bool:
 
 
 def test_there_are_files_to_look_at():
-    assert {"protocol/server.py", "transport/mpi.py", "keras/compat.py", "data.py"} <= set(IDS)
+    assert {"protocol/server.py", "transport/mpi.py", "keras/compat.py", "data.py", "link.py"} <= set(IDS)
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.parent.name == "protocol"], ids=lambda p: p.name)
@@ -76,6 +76,18 @@ def test_transports_and_wire_formats_know_nothing_of_engines_and_sessions(path):
             assert within(name, "mpipipe.protocol", "mpipipe.errors", "mpipipe.transport", "mpipipe.wire")
 
 
+def test_measuring_the_link_knows_of_transports_only():
+    ours = {name for name in imports(PACKAGE / "link.py") if within(name, "mpipipe")}
+    assert ours and all(within(name, "mpipipe.transport.base") for name in ours)
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name == "timeline"], ids=lambda p: p.name)
+def test_the_timeline_knows_of_the_marks_that_it_is_made_of_and_of_nothing_that_makes_them(path):
+    for name in imports(path):
+        if within(name, "mpipipe"):
+            assert within(name, "mpipipe.timeline", "mpipipe.trace", "mpipipe.errors")
+
+
 def loaded_by(*modules: str) -> set[str]:
     """The top-level modules that are loaded in a new interpreter after it has imported some."""
     code = f"import sys, {', '.join(modules)}; print(*{{name.partition('.')[0] for name in sys.modules}})"
@@ -89,7 +101,8 @@ def loaded_by(*modules: str) -> set[str]:
 def test_machines_engines_and_settings_are_imported_without_mpi_and_without_tensorflow():
     files = [path for path in FILES if path.parent.name == "protocol" and path.stem != "__init__"]
     protocol = [f"mpipipe.protocol.{path.stem}" for path in files]
-    loaded = loaded_by(*protocol, "mpipipe.engine", "mpipipe.transport.inproc", "mpipipe.config")
+    others = ("mpipipe.engine", "mpipipe.link", "mpipipe.transport.inproc", "mpipipe.config", "mpipipe.trace")
+    loaded = loaded_by(*protocol, *others)
     assert "mpipipe" in loaded and not loaded & {"mpi4py", "tensorflow", "keras"}
 
 

@@ -16,8 +16,14 @@ MIB = 1 << 20
 def test_every_setting_has_a_default():
     config = Config.make(environ={})
     assert config == Config()
-    assert (config.piece_bytes, config.credit_bytes, config.max_buckets) == (4 * MIB, 32 * MIB, 64)
+    assert (config.max_buckets, config.overlap, config.wire, config.wire_weights) == (256, True, "plain", "plain")
     assert (config.client_progress, config.quiet, config.timeline) == (False, True, "")
+
+
+def test_sizes_that_are_not_set_are_none_and_shown_as_auto():
+    config = Config.make(environ={})
+    assert (config.piece_bytes, config.fuse_bytes, config.credit_bytes) == (None, None, None)
+    assert [row[0] for row in table() if row[2] == "auto"] == ["piece_bytes", "fuse_bytes", "credit_bytes"]
 
 
 def test_settings_cannot_be_changed_later():
@@ -58,10 +64,25 @@ def test_a_flag_is_switched_on(text):
 @pytest.mark.parametrize("text", ["0", "false", "False", "NO", "off"])
 def test_a_flag_is_switched_off(text):
     assert Config.make({"MPIPIPE_QUIET": text}).quiet is False
+    assert Config.make({"MPIPIPE_OVERLAP": text}).overlap is False
 
 
 def test_a_text_is_taken_as_it_is():
     assert Config.make({"MPIPIPE_TIMELINE": "Some Folder/1"}).timeline == "Some Folder/1"
+
+
+@pytest.mark.parametrize("name", ["wire", "wire_weights"])
+@pytest.mark.parametrize("form", ["plain", "bf16", "fp16"])
+def test_a_wire_format_is_set_by_its_name(name, form):
+    assert getattr(Config.make({}, **{name: form}), name) == form
+    assert getattr(Config.make({variable_name(name): form}), name) == form
+
+
+@pytest.mark.parametrize("form", ["fp8", "float16", "", "bf16 bf16", 16])
+def test_a_wire_format_that_there_is_not_is_an_error_that_lists_those_there_are(form):
+    with pytest.raises(ConfigError, match=r"wire format \(plain, bf16, fp16\)") as caught:
+        Config.make({}, wire=form)
+    assert repr(form) in str(caught.value)
 
 
 def test_an_unknown_setting_is_an_error_that_lists_those_there_are():
@@ -73,7 +94,9 @@ def test_an_unknown_setting_is_an_error_that_lists_those_there_are():
     "variable,value",
     [("MPIPIPE_PIECE_BYTES", "much"), ("MPIPIPE_PIECE_BYTES", "4X"), ("MPIPIPE_PIECE_BYTES", "M"),
      ("MPIPIPE_PIECE_BYTES", "0.5M"), ("MPIPIPE_MAX_BUCKETS", "4M"), ("MPIPIPE_QUIET", "maybe"),
-     ("MPIPIPE_MAX_BUCKETS", "0"), ("MPIPIPE_CREDIT_BYTES", "12"), ("MPIPIPE_FUSE_BYTES", "-1")],
+     ("MPIPIPE_MAX_BUCKETS", "0"), ("MPIPIPE_MAX_BUCKETS", "4097"), ("MPIPIPE_CREDIT_BYTES", "12"),
+     ("MPIPIPE_FUSE_BYTES", "-1"), ("MPIPIPE_OVERLAP", "sometimes"), ("MPIPIPE_WIRE", "int8"),
+     ("MPIPIPE_WIRE_WEIGHTS", "1")],
 )  # fmt: skip
 def test_a_bad_environment_variable_is_an_error_that_names_it_and_its_value(variable, value):
     with pytest.raises(ConfigError) as caught:
@@ -82,8 +105,10 @@ def test_a_bad_environment_variable_is_an_error_that_names_it_and_its_value(vari
 
 
 @pytest.mark.parametrize(
-    "name,value", [("piece_bytes", 12), ("piece_bytes", 4.5), ("piece_bytes", True), ("quiet", 1), ("timeline", 3)]
-)
+    "name,value",
+    [("piece_bytes", 12), ("piece_bytes", 4.5), ("piece_bytes", True), ("credit_bytes", False), ("quiet", 1),
+     ("overlap", 0), ("timeline", 3), ("wire", True)],
+)  # fmt: skip
 def test_a_bad_argument_is_an_error_that_names_it_and_its_value(name, value):
     with pytest.raises(ConfigError) as caught:
         Config.make({}, **{name: value})

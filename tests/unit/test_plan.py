@@ -24,9 +24,15 @@ from mpipipe.protocol.plan import (
 MIB = 1 << 20
 
 
-def plan(variables, has_gradient=None, piece_bytes=4 * MIB, fuse_bytes=0, max_buckets=1000) -> Plan:
-    marks = [True] * len(variables) if has_gradient is None else has_gradient
-    return make_plan(variables, marks, piece_bytes=piece_bytes, fuse_bytes=fuse_bytes, max_buckets=max_buckets)
+def plan(variables, has_gradient=None, piece_bytes=4 * MIB, fuse_bytes=0, max_buckets=1000, divisible=False) -> Plan:
+    return make_plan(
+        variables,
+        [True] * len(variables) if has_gradient is None else has_gradient,
+        piece_bytes=piece_bytes,
+        fuse_bytes=fuse_bytes,
+        max_buckets=max_buckets,
+        divisible=divisible,
+    )
 
 
 def groups(made: Plan) -> list[tuple[int, ...]]:
@@ -171,12 +177,75 @@ def test_hundreds_of_tiny_variables_make_few_messages():
 
 
 @pytest.mark.parametrize("piece_bytes", [1024, 64 << 10, 4 * MIB])
-def test_a_model_of_100_gb_has_valid_tags_because_its_pieces_grow(piece_bytes):
+@pytest.mark.parametrize("divisible", [False, True])
+def test_a_model_of_100_gb_has_valid_tags_because_its_pieces_grow(piece_bytes, divisible):
     variables = [v for i in range(250) for v in dense(f"l{i}", 10_000, 10_000)]  # 100 GB and 10 MB of biases
-    made = plan(variables, piece_bytes=piece_bytes, fuse_bytes=16 << 10, max_buckets=64)
+    made = plan(variables, piece_bytes=piece_bytes, fuse_bytes=16 << 10, max_buckets=64, divisible=divisible)
     assert made.nbytes == 250 * 4 * (10_000 * 10_000 + 10_000)
     assert_tags_are_valid(made)
     assert max(piece.nbytes for piece in made.pieces) <= max(piece_bytes, 2 * math.ceil(made.nbytes / MAX_TAG))
+
+
+# --------------------------------------------------------------------------------------------------------------- units
+
+
+def regions(unit) -> list[tuple[int, int, int]]:
+    return [(region.variable, region.start, region.stop) for region in unit.regions]
+
+
+def test_the_server_updates_bucket_by_bucket_where_the_plan_is_not_divisible():
+    made = plan(dense("a", 300, 10) + dense("b", 10, 10), piece_bytes=4096)
+    assert len(made.buckets[0].pieces) == 3
+    assert [unit.pieces for unit in made.units] == [bucket.pieces for bucket in made.buckets]
+    assert [regions(unit) for unit in made.units] == [[(0, 0, 3000), (1, 0, 10)], [(2, 0, 100), (3, 0, 10)]]
+    assert made.unit_of == (0, 0, 0, 1)
+
+
+def test_the_server_updates_piece_by_piece_where_the_plan_is_divisible():
+    made = plan(dense("a", 300, 10) + dense("b", 10, 10), piece_bytes=4096, divisible=True)
+    assert [unit.pieces for unit in made.units] == [(piece,) for piece in made.pieces]
+    assert [unit.bucket for unit in made.units] == [0, 0, 0, 1]
+    assert [regions(unit) for unit in made.units] == [
+        [(0, 0, 1000)], [(0, 1000, 2010)], [(0, 2010, 3000), (1, 0, 10)], [(2, 0, 100), (3, 0, 10)]
+    ]  # fmt: skip
+    assert made.unit_of == (0, 1, 2, 3)
+
+
+def test_a_piece_that_spans_several_variables_has_a_region_of_each():
+    fused = [VariableSpec(f"l{i}/w", (100,), "float32") for i in range(5)]
+    made = plan(fused, piece_bytes=1024, fuse_bytes=1 << 20, divisible=True)
+    (first, second) = made.units
+    assert first.nbytes == second.nbytes == 1000
+    assert regions(first) == [(0, 0, 100), (1, 0, 100), (2, 0, 50)]
+    assert regions(second) == [(2, 50, 100), (3, 0, 100), (4, 0, 100)]
+
+
+def test_a_region_is_counted_in_elements_of_the_dtype():
+    made = plan([VariableSpec("a/w", (1024,), "float16")], piece_bytes=1024, divisible=True)
+    assert [regions(unit) for unit in made.units] == [[(0, 0, 512)], [(0, 512, 1024)]]
+    assert [unit.regions[0].size for unit in made.units] == [512, 512]
+
+
+@pytest.mark.parametrize(
+    "shape,piece_bytes,block",
+    [
+        ((1000, 100), 64 << 10, 100),  # rows
+        ((3, 3, 64, 128), 64 << 10, 128),  # a convolution's kernel: its last axis
+        ((8, 200, 16), 16 << 10, 16),
+        ((50, 5000), 16 << 10, 1),  # rows longer than a piece: single elements
+        ((100, 1), 1024, 1),
+    ],
+)
+def test_pieces_of_a_divisible_plan_end_where_a_block_of_a_variable_does(shape, piece_bytes, block):
+    made = plan([VariableSpec("a/w", shape, "float32")], piece_bytes=piece_bytes, divisible=True)
+    assert all(region.start % block == region.stop % block == 0 for unit in made.units for region in unit.regions)
+    assert len(made.units) == math.ceil(math.prod(shape) * 4 / piece_bytes)
+
+
+def test_the_pieces_of_a_large_kernel_are_about_as_long_in_a_divisible_plan():
+    made = plan([VariableSpec("big/kernel", (1000, 777), "float32")], piece_bytes=100_000, divisible=True)
+    assert all(piece.nbytes % (4 * 777) == 0 for piece in made.pieces)
+    assert all(90_000 < piece.nbytes < 110_000 for piece in made.pieces)
 
 
 # ---------------------------------------------------------------------------------------------------- for any model
@@ -196,7 +265,7 @@ SIZES = {
 }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(model=MODELS, **SIZES)
 def test_each_variable_with_a_gradient_is_in_exactly_one_bucket(model, piece_bytes, fuse_bytes, max_buckets):
     variables, marks = [v for v, _ in model], [m for _, m in model]
@@ -208,10 +277,12 @@ def test_each_variable_with_a_gradient_is_in_exactly_one_bucket(model, piece_byt
         assert {variables[v].dtype for v in bucket.variables} == {bucket.dtype}
 
 
-@settings(max_examples=100, deadline=None)
-@given(model=MODELS, **SIZES)
-def test_the_pieces_of_a_bucket_cover_it_exactly_once_in_whole_elements(model, piece_bytes, fuse_bytes, max_buckets):
-    made = plan([v for v, _ in model], [m for _, m in model], piece_bytes, fuse_bytes, max_buckets)
+@settings(max_examples=80, deadline=None)
+@given(model=MODELS, divisible=st.booleans(), **SIZES)
+def test_the_pieces_of_a_bucket_cover_it_exactly_once_in_whole_elements(
+    model, divisible, piece_bytes, fuse_bytes, max_buckets
+):
+    made = plan([v for v, _ in model], [m for _, m in model], piece_bytes, fuse_bytes, max_buckets, divisible)
     assert_tags_are_valid(made)
     for bucket in made.buckets:
         end = 0
@@ -222,15 +293,63 @@ def test_the_pieces_of_a_bucket_cover_it_exactly_once_in_whole_elements(model, p
         assert end == bucket.nbytes
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=80, deadline=None)
+@given(model=MODELS, divisible=st.booleans(), **SIZES)
+def test_units_cover_each_variable_with_a_gradient_exactly_once_and_each_has_the_elements_of_its_pieces(
+    model, divisible, piece_bytes, fuse_bytes, max_buckets
+):
+    variables = [v for v, _ in model]
+    made = plan(variables, [m for _, m in model], piece_bytes, fuse_bytes, max_buckets, divisible)
+    assert [unit.index for unit in made.units] == list(range(len(made.units)))
+    assert [piece for unit in made.units for piece in unit.pieces] == list(made.pieces)
+    assert [made.unit_of[piece.index] for unit in made.units for piece in unit.pieces] == list(made.unit_of)
+    reached = {i: 0 for i, (v, wanted) in enumerate(model) if wanted and v.nbytes}
+    for unit in made.units:
+        bucket, item = made.buckets[unit.bucket], item_bytes(unit.dtype)
+        assert {piece.bucket for piece in unit.pieces} == {unit.bucket} and unit.dtype == bucket.dtype
+        assert unit.nbytes == sum(piece.nbytes for piece in unit.pieces)
+        # Where the variables before the first region end in the bucket is where its first piece begins.
+        before = bucket.variables[: bucket.variables.index(unit.regions[0].variable)]
+        at = sum(variables[v].nbytes for v in before) + unit.regions[0].start * item
+        assert at == unit.pieces[0].offset
+        assert unit.nbytes == sum(region.size for region in unit.regions) * item
+        for region in unit.regions:
+            assert region.start == reached[region.variable] < region.stop and region.variable in bucket.variables
+            reached[region.variable] = region.stop
+    assert reached == {v: math.prod(variables[v].shape) for v in reached}
+
+
+@settings(max_examples=80, deadline=None)
 @given(model=MODELS, **SIZES)
-def test_a_rank_that_is_told_the_variables_makes_the_same_plan(model, piece_bytes, fuse_bytes, max_buckets):
+def test_pieces_of_a_divisible_plan_are_made_of_whole_blocks_and_near_the_size_asked_for(
+    model, piece_bytes, fuse_bytes, max_buckets
+):
+    variables = [v for v, _ in model]
+    made = plan(variables, [m for _, m in model], piece_bytes, fuse_bytes, max_buckets, divisible=True)
+    for unit in made.units:
+        for region in unit.regions:
+            shape = variables[region.variable].shape
+            # What 0, 1, 2, ... leading indices leave; the largest that is much smaller than a piece.
+            blocks = [math.prod(shape[depth:]) for depth in range(len(shape) + 1)]
+            block = next(b for b in blocks if b * item_bytes(unit.dtype) <= piece_bytes // 8)
+            assert region.start % block == 0
+            assert region.stop % block == 0
+    for bucket in made.buckets:
+        sizes, item = [piece.nbytes for piece in bucket.pieces], item_bytes(bucket.dtype)
+        assert max(sizes) <= piece_bytes * 9 / 8 + item
+        assert len(sizes) == 1 or min(sizes[:-1]) >= piece_bytes * 3 / 8 - item
+        assert len(sizes) <= math.ceil(bucket.nbytes / (piece_bytes - piece_bytes % item))
+
+
+@settings(max_examples=40, deadline=None)
+@given(model=MODELS, divisible=st.booleans(), **SIZES)
+def test_a_rank_that_is_told_the_variables_makes_the_same_plan(model, divisible, piece_bytes, fuse_bytes, max_buckets):
     variables, marks = [v for v, _ in model], [m for _, m in model]
     told = from_json(to_json(variables))
     assert told == tuple(variables)
-    ours = plan(variables, marks, piece_bytes, fuse_bytes, max_buckets)
-    theirs = plan(told, marks, piece_bytes, fuse_bytes, max_buckets)
-    assert ours == theirs and ours.digest == theirs.digest
+    ours = plan(variables, marks, piece_bytes, fuse_bytes, max_buckets, divisible)
+    theirs = plan(told, marks, piece_bytes, fuse_bytes, max_buckets, divisible)
+    assert ours == theirs and ours.digest == theirs.digest and ours.units == theirs.units
 
 
 def test_plans_that_differ_in_anything_on_the_wire_have_different_digests():
@@ -240,6 +359,8 @@ def test_plans_that_differ_in_anything_on_the_wire_have_different_digests():
         plan(variables, [True, True, True, False]),
         plan(variables, piece_bytes=1024),
         plan(variables, fuse_bytes=1 << 20),
+        plan(variables, divisible=True),
+        plan(variables, piece_bytes=1024, divisible=True),
         plan([replace(v, dtype="float64") for v in variables]),
         plan(dense("a", 40, 40) + dense("b", 40, 20)),
     ]

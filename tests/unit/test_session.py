@@ -11,18 +11,23 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from ranks import Ranks, dense, run_ranks
+from ranks import Ranks, dense, image_of, run_ranks
 
+from mpipipe import link
 from mpipipe import session as sessions
 from mpipipe.config import Config
 from mpipipe.context import Context
 from mpipipe.errors import DisagreementError, MpipipeError
 from mpipipe.protocol.plan import VariableSpec
 from mpipipe.session import Inbox, ServerSession
+from mpipipe.timeline import chrome
 from mpipipe.transport.inproc import Network
 from mpipipe.wire import plain
 
-SECONDS = 15.0
+SECONDS = 20.0
+
+# With these nobody has to measure the network.
+SIZES = {"piece_bytes": 4 << 20, "fuse_bytes": 16 << 10, "credit_bytes": 32 << 20}
 
 
 class World:
@@ -30,7 +35,8 @@ class World:
 
     def __init__(self, size: int, seed: int | None = 0, **settings: Any) -> None:
         self.network = Network(size, seed=seed)
-        self.contexts = [Context(Config(**settings), transport) for transport in self.network.transports]
+        config = Config(**{**SIZES, **settings})
+        self.contexts = [Context(config, transport) for transport in self.network.transports]
         self.sessions: list[Any] = [context.new_session() for context in self.contexts]
 
     def start(self, act: Callable[[int, Any], Any]) -> Ranks:
@@ -55,6 +61,13 @@ def world():
         each.network.close()
 
 
+def agree(rank: int, session: Any, variables: list[VariableSpec], divisible: bool = False) -> None:
+    if rank == 0:
+        session.agree(variables, divisible=divisible)
+    else:
+        session.agree(variables)
+
+
 def assert_all_disagree(outcomes: dict[int, Any], *words: str) -> None:
     assert {type(outcome) for outcome in outcomes.values()} == {DisagreementError}, outcomes
     assert len({str(outcome) for outcome in outcomes.values()}) == 1, "the ranks got different messages"
@@ -66,13 +79,13 @@ def assert_all_disagree(outcomes: dict[int, Any], *words: str) -> None:
 
 
 def test_ranks_with_the_same_model_agree_although_layers_are_numbered_differently(world):
-    outcomes = world().run(lambda rank, session: session.agree(dense(f"dense_{rank}", 3, 4)))
+    outcomes = world().run(lambda rank, session: agree(rank, session, dense(f"dense_{rank}", 3, 4)))
     assert outcomes == dict.fromkeys(range(4))
 
 
 def test_another_shape_is_an_error_on_all_ranks_that_names_the_layer_the_shapes_and_the_ranks(world):
     def act(rank: int, session: Any) -> None:
-        session.agree(dense("first", 3, 4) + dense("second", 4, 6 if rank == 2 else 5) + dense("third", 5, 1))
+        agree(rank, session, dense("first", 3, 4) + dense("second", 4, 6 if rank == 2 else 5) + dense("third", 5, 1))
 
     assert_all_disagree(
         world().run(act), "'second'", "second/kernel (4, 5) float32 on ranks 0, 1, 3", "(4, 6) float32 on rank 2"
@@ -81,7 +94,7 @@ def test_another_shape_is_an_error_on_all_ranks_that_names_the_layer_the_shapes_
 
 def test_another_dtype_is_an_error_on_all_ranks(world):
     def act(rank: int, session: Any) -> None:
-        session.agree(dense("a", 3, 4, "float32" if rank else "bfloat16"))
+        agree(rank, session, dense("a", 3, 4, "float32" if rank else "bfloat16"))
 
     assert_all_disagree(world().run(act), "'a'", "bfloat16 on rank 0", "float32 on ranks 1, 2, 3")
 
@@ -89,14 +102,14 @@ def test_another_dtype_is_an_error_on_all_ranks(world):
 @pytest.mark.parametrize("longer", [0, 2])
 def test_a_missing_layer_is_an_error_on_all_ranks(world, longer):
     def act(rank: int, session: Any) -> None:
-        session.agree(dense("a", 3, 4) + (dense("b", 4, 5) if rank == longer else []))
+        agree(rank, session, dense("a", 3, 4) + (dense("b", 4, 5) if rank == longer else []))
 
     assert_all_disagree(world(3).run(act), "'b'", "no such variable", f"b/kernel (4, 5) float32 on rank {longer}")
 
 
 def test_ranks_that_differ_in_different_places_are_not_lumped_together(world):
     def act(rank: int, session: Any) -> None:
-        session.agree(dense("a", 3, 5 if rank == 1 else 4) + dense("b", 4, 7 if rank == 2 else 6))
+        agree(rank, session, dense("a", 3, 5 if rank == 1 else 4) + dense("b", 4, 7 if rank == 2 else 6))
 
     outcomes = world(4).run(act)
     assert_all_disagree(outcomes, "'a'", "(3, 5) float32 on rank 1")
@@ -105,7 +118,7 @@ def test_ranks_that_differ_in_different_places_are_not_lumped_together(world):
 
 def test_ranks_that_differ_differently_in_one_place_are_each_told_apart(world):
     def act(rank: int, session: Any) -> None:
-        session.agree(dense("a", 3, 4 + rank))
+        agree(rank, session, dense("a", 3, 4 + rank))
 
     assert_all_disagree(world(3).run(act), "(3, 4) float32 on rank 0", "(3, 5) float32 on rank 1", "(3, 6)")
 
@@ -114,8 +127,92 @@ def test_ranks_with_different_versions_do_not_train_together(world, monkeypatch)
     made = world(3)
     say = made.sessions[2]._say
     made.sessions[2]._say = lambda dest, kind, content: say(dest, kind, {**content, "version": "0.0"})
-    outcomes = made.run(lambda rank, session: session.agree(dense("a", 3, 4)))
+    outcomes = made.run(lambda rank, session: agree(rank, session, dense("a", 3, 4)))
     assert_all_disagree(outcomes, "mpipipe 0.0 (rank 2)", "(rank 0)")
+
+
+# ------------------------------------------------------------------------------------------- what the server decides
+
+
+@pytest.mark.parametrize("divisible", [False, True])
+def test_what_the_server_has_decided_is_what_all_ranks_go_by(world, divisible):
+    made = world(3, piece_bytes=2048, wire="bf16", wire_weights="fp16", overlap=False, max_buckets=7)
+    for context in made.contexts[1:]:  # as if only the server had the environment variables
+        context.config = Config()
+    made.run(lambda rank, session: agree(rank, session, dense("a", 3, 4), divisible))
+    agreed = {
+        **SIZES, "piece_bytes": 2048, "max_buckets": 7, "divisible": divisible,
+        "wire": "bf16", "wire_weights": "fp16", "overlap": False,
+    }  # fmt: skip
+    for session in made.sessions:
+        assert {name: session._agreed[name] for name in agreed} == agreed
+        assert not session.overlaps
+        assert session.plan_for([True, True]).divisible == divisible
+
+
+def test_nobody_measures_the_network_where_all_sizes_are_set(world, monkeypatch):
+    monkeypatch.setattr(link, "measure", lambda *_: pytest.fail("it is measured"))
+    made = world(3)
+    assert made.run(lambda rank, session: agree(rank, session, dense("a", 3, 4))) == dict.fromkeys(range(3))
+    assert made.contexts[0].link is None
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_sizes_that_are_not_set_follow_from_the_network_as_it_is_measured(world, seed):
+    made = world(4, seed, piece_bytes=None, fuse_bytes=None, credit_bytes=None)
+    assert made.run(lambda rank, session: agree(rank, session, MODEL), seconds=60.0) == dict.fromkeys(range(4))
+    measured = made.contexts[0].link
+    chosen = link.choose_sizes(measured, sum(v.nbytes for v in MODEL), 3)
+    for session in made.sessions:
+        for name in SIZES:
+            assert session._agreed[name] == getattr(chosen, name)
+
+
+def test_the_network_is_measured_once_in_a_run_and_sizes_follow_from_each_optimizers_model(world, monkeypatch):
+    made = world(2, piece_bytes=None)
+    measured = link.Link(rate=1e6, overhead=1e-3)
+    calls: list[object] = []
+
+    def measure(channel: Any, clients: Any) -> link.Link:
+        calls.append(clients)
+        measure_in_fact(channel, clients)
+        return measured
+
+    measure_in_fact = link.measure
+    monkeypatch.setattr(link, "measure", measure)
+    large = dense("large", 1000, 1000)
+
+    def act(rank: int, session: Any) -> list[int]:
+        second = made.contexts[rank].new_session()
+        agree(rank, session, MODEL)
+        agree(rank, second, large)
+        return [each._agreed["piece_bytes"] for each in (session, second)]
+
+    expected = [link.choose_sizes(measured, sum(v.nbytes for v in m), 1).piece_bytes for m in (MODEL, large)]
+    assert expected[0] < expected[1]
+    assert made.run(act, seconds=60.0) == {0: expected, 1: expected}
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("name", ["piece_bytes", "fuse_bytes", "credit_bytes"])
+def test_a_size_that_is_set_is_kept_where_others_follow_from_the_network(world, name):
+    made = world(2, **{**dict.fromkeys(SIZES), name: 123456})
+    made.contexts[0].link = link.Link(rate=1e8, overhead=1e-5)
+    made.run(lambda rank, session: agree(rank, session, MODEL))
+    chosen = link.choose_sizes(made.contexts[0].link, sum(v.nbytes for v in MODEL), 1)
+    assert made.sessions[1]._agreed[name] == 123456
+    if name != "piece_bytes":
+        assert made.sessions[1]._agreed["piece_bytes"] == chosen.piece_bytes
+
+
+def test_sizes_that_are_not_set_fit_the_piece_that_is(world):
+    made = world(2, **{**dict.fromkeys(SIZES), "piece_bytes": 1 << 20})
+    made.contexts[0].link = link.Link(rate=1e6, overhead=1e-5)
+    made.run(lambda rank, session: agree(rank, session, MODEL))
+    # As the table of settings says: a quarter of a piece, and four pieces.
+    assert {name: made.sessions[1]._agreed[name] for name in SIZES} == {
+        "piece_bytes": 1 << 20, "fuse_bytes": 1 << 18, "credit_bytes": 4 << 20
+    }  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------- whole arrays
@@ -131,24 +228,43 @@ ARRAYS = [
 ]
 
 
-def test_a_broadcast_gives_every_rank_the_servers_arrays(world):
-    def act(rank: int, session: Any) -> list[Any]:
-        session.agree(dense("a", 3, 4))
-        return session.broadcast([make(rank) for make in ARRAYS])
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_every_client_gets_the_servers_arrays(world, seed):
+    def act(rank: int, session: Any) -> Any:
+        agree(rank, session, dense("a", 3, 4))
+        arrays = [make(rank) for make in ARRAYS]
+        return session.send_arrays(arrays) if rank == 0 else session.receive_arrays(arrays)
 
-    for arrays in world().run(act).values():
+    outcomes = world(4, seed).run(act)
+    assert outcomes.pop(0) is None
+    for arrays in outcomes.values():
         for array, make in zip(arrays, ARRAYS, strict=True):
             expected = make(0)
             assert (array.shape, array.dtype) == (expected.shape, expected.dtype)
             assert array.tobytes() == expected.tobytes()
 
 
-def test_a_broadcast_leaves_the_arrays_that_were_given_as_they_are(world):
+def test_arrays_can_be_sent_to_some_clients_only_and_each_keeps_the_order(world):
+    def act(rank: int, session: Any) -> Any:
+        agree(rank, session, dense("a", 3, 4))
+        if rank == 0:
+            for number, clients in enumerate([[1, 3], [2], None, []]):
+                session.send_arrays([np.full(3, number, np.float32)], clients)
+            return None
+        return [float(session.receive_arrays([np.zeros(3, np.float32)])[0][0]) for _ in range(2)]
+
+    assert world(4).run(act) == {0: None, 1: [0.0, 2.0], 2: [1.0, 2.0], 3: [0.0, 2.0]}
+
+
+def test_receiving_leaves_the_arrays_that_were_given_as_they_are(world):
     given = [np.full(3, rank, np.float32) for rank in range(3)]
 
     def act(rank: int, session: Any) -> None:
-        session.agree(dense("a", 3, 4))
-        session.broadcast([given[rank]])
+        agree(rank, session, dense("a", 3, 4))
+        if rank:
+            session.receive_arrays([given[rank]])
+        else:
+            session.send_arrays([given[0]])
 
     assert world(3).run(act) == dict.fromkeys(range(3))
     assert [array.tolist() for array in given] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
@@ -160,12 +276,12 @@ def test_at_the_end_of_a_phase_floats_are_averaged_and_other_arrays_are_the_firs
     ]
 
     def act(rank: int, session: Any) -> Any:
-        session.agree(dense("a", 3, 4))
+        agree(rank, session, dense("a", 3, 4))
         if rank:
             return session.end_phase(states[rank], logs={"loss": float(rank)}, samples=rank)
         said = session.collect_phase(states[0])
         means, logs = session.mean_arrays(states[0]), session.mean_logs()
-        session.answer_phase(said, iterations=7)
+        session.answer_phase(said, lambda: pytest.fail("nobody has to catch up"), iterations=7)
         return means, logs
 
     outcomes = world().run(act)
@@ -175,8 +291,7 @@ def test_at_the_end_of_a_phase_floats_are_averaged_and_other_arrays_are_the_firs
     assert [mean.dtype for mean in means] == [np.float32, np.int64, np.float16]
     assert logs == {"loss": pytest.approx((1 * 1 + 2 * 2 + 3 * 3) / 6)}
     for client in (1, 2, 3):
-        answer, followed = outcomes[client]
-        assert answer["iterations"] == 7 and followed == {}
+        assert outcomes[client]["iterations"] == 7 and not outcomes[client]["catch_up"]
 
 
 def test_metrics_without_any_sample_are_left_out(world):
@@ -198,7 +313,7 @@ def test_ranks_that_open_have_the_same_plan_made_with_the_servers_sizes(world):
 
     def act(rank: int, session: Any) -> Any:
         # Keras may have numbered the layers of this rank differently.
-        session.agree([VariableSpec(f"r{rank}/{v.path}", v.shape, v.dtype) for v in MODEL])
+        agree(rank, session, [VariableSpec(f"r{rank}/{v.path}", v.shape, v.dtype) for v in MODEL])
         if rank == 0:
             return session.open(lambda *_: None)
         return session.open([True, False, True, True], rank == 2, lambda *_: None)
@@ -212,7 +327,7 @@ def test_ranks_that_open_have_the_same_plan_made_with_the_servers_sizes(world):
 
 def test_first_gradients_are_used_where_all_ranks_had_the_servers_weights(world):
     def act(rank: int, session: Any) -> Any:
-        session.agree(MODEL)
+        agree(rank, session, MODEL)
         return session.open(*([] if rank == 0 else [[True] * 4, False]), lambda *_: None)
 
     assert world(3).run(act) == dict.fromkeys(range(3), False)
@@ -220,7 +335,7 @@ def test_first_gradients_are_used_where_all_ranks_had_the_servers_weights(world)
 
 def test_a_variable_that_gets_a_gradient_on_one_rank_only_is_an_error_that_names_it_and_the_ranks(world):
     def act(rank: int, session: Any) -> None:
-        session.agree(MODEL)
+        agree(rank, session, MODEL)
         if rank == 0:
             session.open(lambda *_: None)
         else:
@@ -229,25 +344,31 @@ def test_a_variable_that_gets_a_gradient_on_one_rank_only_is_an_error_that_names
     assert_all_disagree(world().run(act), "b/kernel gets a gradient on rank 1 but none on rank 2")
 
 
-def opening(steps: Callable[[int, Any], Any]) -> Callable[[int, Any], Any]:
+def opening(steps: Callable[[int, Any], Any], divisible: bool = False) -> Callable[[int, Any], Any]:
     """Agree, open, then ``steps(rank, session)``. The server's update is: weights are minus the mean gradient."""
 
     def act(rank: int, session: Any) -> Any:
-        session.agree(MODEL)
+        agree(rank, session, MODEL, divisible)
         if rank == 0:
-            ready = threading.Event()
+            done: dict[int, int] = {}  # steps by unit
+            session.newest = [np.zeros(variable.shape, np.float32) for variable in MODEL]
 
-            def update(bucket: int, mean: Any) -> None:
-                ready.wait()
-                new = -plain.decode(mean, session.plan.buckets[bucket].dtype)
-                session.engine.updated(bucket, plain.encode(new))
+            def update(number: int, mean: Any) -> None:
+                unit, step = session.plan.units[number], done.get(number, 0)
+                new = -plain.decode(mean, unit.dtype)
+                at = 0
+                for region in unit.regions:
+                    session.newest[region.variable].reshape(-1)[region.start : region.stop] = new[at : at + region.size]
+                    at += region.size
+                session.engine.updated(number, step, image_of(unit.pieces, step, plain.encode(new)))
+                done[number] = step + 1
 
             session.open(update)
             session.engine.start()
-            ready.set()
         else:
             session.delivered = threading.Semaphore(0)
             session.weights = {}
+            session.done = 0
 
             def deliver(bucket: int, data: Any) -> None:
                 session.weights[bucket] = data.copy()
@@ -262,32 +383,51 @@ def opening(steps: Callable[[int, Any], Any]) -> Callable[[int, Any], Any]:
 def train_step(session: Any, value: float) -> None:
     buckets = session.plan.buckets
     for bucket in reversed(buckets):
-        session.engine.gradient(bucket.index, plain.encode(np.full(bucket.nbytes // 4, value, np.float32)))
+        data = plain.encode(np.full(bucket.nbytes // 4, value, np.float32))
+        session.engine.gradient(bucket.index, session.done, image_of(bucket.pieces, session.done, data))
     for _ in buckets:
         assert session.delivered.acquire(timeout=SECONDS)
+    session.done += 1
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_clients_with_fewer_steps_get_the_weights_that_they_missed_at_the_end_of_the_phase(world, seed):
+def serve_phase(session: Any) -> int:
+    """On the server: a phase; returns how many steps it had."""
+    served = 0
+    while session.wait_step():
+        served += 1
+    session.answer_phase(session.collect_phase([]), lambda: session.newest)
+    return served
+
+
+def end_phase(session: Any) -> tuple[int, set[float]]:
+    """On a client: end a phase; returns the steps done by all, and the values of the weights caught up with."""
+    answer = session.end_phase([], logs={}, samples=0)
+    values: set[float] = set()
+    if answer["catch_up"]:
+        like = [np.zeros(variable.shape, np.float32) for variable in MODEL]
+        values = {float(value) for array in session.receive_arrays(like) for value in np.unique(array)}
+        session.engine.caught_up(answer["steps"])
+        session.done = answer["steps"]
+    assert session.steps_done() == session.done == answer["steps"]
+    return answer["steps"], values
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("divisible", [False, True])
+def test_clients_with_fewer_steps_get_the_newest_weights_at_the_end_of_the_phase(world, seed, divisible):
     def steps(rank: int, session: Any) -> Any:
         results = []
         for phase in range(2):
             own = rank if phase == 0 else 4 - rank
             if rank == 0:
-                served = 0
-                while session.wait_step():
-                    served += 1
-                session.answer_phase(session.collect_phase([]))
-                results.append(served)
+                results.append(serve_phase(session))
                 continue
             for step in range(own):
                 train_step(session, float(10 * rank + step))
-            answer, followed = session.end_phase([], logs={}, samples=0)
-            results.append((answer["steps"], {float(plain.decode(d, "float32")[0]) for d in followed.values()}))
-            assert session.steps_done() == answer["steps"]
+            results.append(end_phase(session))
         return results
 
-    outcomes = world(4, seed, fuse_bytes=0).run(opening(steps))
+    outcomes = world(4, seed, fuse_bytes=0, piece_bytes=1024).run(opening(steps, divisible))
     assert outcomes == {
         0: [3, 3],
         1: [(3, {-32.0}), (6, set())],
@@ -296,12 +436,60 @@ def test_clients_with_fewer_steps_get_the_weights_that_they_missed_at_the_end_of
     }
 
 
+def test_weights_that_were_rounded_on_the_wire_are_made_exact_at_the_end_of_the_phase_on_all_clients(world):
+    value = 1.0 + 2.0**-20  # which bfloat16 does not have
+
+    def steps(rank: int, session: Any) -> Any:
+        if rank == 0:
+            return serve_phase(session)
+        train_step(session, value)
+        rounded = {float(plain.decode(data, "float32")[0]) for data in session.weights.values()}
+        return rounded, end_phase(session)
+
+    outcomes = world(3, wire_weights="bf16").run(opening(steps))
+    assert outcomes == {0: 1, 1: ({-1.0}, (1, {-value})), 2: ({-1.0}, (1, {-value}))}
+
+
+def test_nobody_catches_up_after_a_phase_without_steps_however_weights_are_sent(world):
+    def steps(rank: int, session: Any) -> Any:
+        return end_phase(session) if rank else serve_phase(session)
+
+    assert world(3, wire_weights="bf16").run(opening(steps)) == {0: 0, 1: (0, set()), 2: (0, set())}
+
+
+@pytest.mark.parametrize("settings", [{"overlap": False}, {"wire": "bf16", "credit_bytes": 1024}])
+def test_steps_are_done_with_whatever_settings(world, settings):
+    def steps(rank: int, session: Any) -> Any:
+        if rank == 0:
+            return serve_phase(session)
+        for step in range(3):
+            train_step(session, float(step))
+        end_phase(session)
+        return {float(plain.decode(data, "float32")[0]) for data in session.weights.values()}
+
+    made = world(3, fuse_bytes=0, **{"piece_bytes": 1024, **settings})
+    assert made.run(opening(steps)) == {0: 3, 1: {-2.0}, 2: {-2.0}}
+    plan = made.sessions[0].plan
+    sent = made.sessions[1].engine.bytes_sent
+    assert sent == 3 * (plan.nbytes // (2 if "wire" in settings else 1) + 16 * len(plan.pieces))
+
+
+def test_other_state_than_the_servers_is_an_error_on_all_ranks_that_names_the_client(world):
+    def steps(rank: int, session: Any) -> Any:
+        if rank:
+            return session.end_phase([np.zeros(2 + (rank == 2), np.float32)], logs={}, samples=0)
+        assert not session.wait_step()
+        return session.collect_phase([np.zeros(2, np.float32)])
+
+    assert_all_disagree(world(3).run(opening(steps), seconds=8.0), "rank 2", "same model on every rank")
+
+
 def without_steps(rank: int, session: Any) -> Any:
     """A phase in which no client does a step."""
     if rank:
-        return session.end_phase([], logs={}, samples=0)[0]["steps"]
+        return session.end_phase([], logs={}, samples=0)["steps"]
     served = session.wait_step()
-    session.answer_phase(session.collect_phase([]))
+    session.answer_phase(session.collect_phase([]), lambda: pytest.fail("nobody has to catch up"))
     return served
 
 
@@ -355,12 +543,48 @@ def test_clients_whose_scripts_end_before_the_servers_engine_is_there_are_not_fo
     assert "rank 1 ended after 0 steps" in str(error.exc_value)
 
 
+def test_the_server_waits_for_first_metrics_but_not_long_for_a_client_that_goes_on_without_any(world):
+    def steps(rank: int, session: Any) -> Any:
+        if rank == 0:
+            assert session.wait_step()
+            session.wait_reports()
+            return session.mean_logs()
+        train_step(session, 1.0)
+        if rank == 1:
+            time.sleep(0.1)
+            session.running({"loss": 2.0}, 10)
+        else:
+            wait_for(lambda: bool(made.sessions[0].latest))
+        train_step(session, 1.0)
+        return None
+
+    made = world(3)
+    assert made.run(opening(steps)) == {0: {"loss": 2.0}, 1: None, 2: None}
+
+
+def test_a_client_that_waits_in_another_optimizers_round_while_a_step_waits_for_it_is_an_error(world, monkeypatch):
+    caught: queue.Queue[Any] = queue.Queue()
+    monkeypatch.setattr(threading, "excepthook", caught.put)
+    made = world(3)
+
+    def steps(rank: int, session: Any) -> None:
+        if rank == 1:
+            train_step(session, 1.0)
+        elif rank == 2:
+            made.contexts[2].new_session().agree(MODEL)
+
+    made.start(opening(steps))
+    error = caught.get(timeout=SECONDS)
+    assert error.exc_type is DisagreementError and error.thread.name.startswith("mpipipe-")
+    assert "rank 2 is building its optimizer of another optimizer" in str(error.exc_value)
+
+
 # ------------------------------------------------------------------------------------- ranks at different places
 
 
 def test_a_client_at_another_round_is_an_error_on_all_ranks_that_says_who_is_where(world):
     def act(rank: int, session: Any) -> None:
-        session.agree(MODEL)
+        agree(rank, session, MODEL)
         if rank == 0:
             session.collect("fit")
         else:
@@ -407,7 +631,7 @@ def test_messages_for_an_optimizer_that_the_server_has_not_made_yet_are_kept(wor
         if rank == 0:
             wait_for(lambda: bool(made.contexts[0]._early))
         session = made.contexts[rank].new_session()
-        session.agree(MODEL)
+        agree(rank, session, MODEL)
         return session.number
 
     assert made.run(act) == {0: 1, 1: 1}
@@ -462,6 +686,27 @@ def test_all_ranks_leave_in_an_orderly_way_after_training(world):
         made.contexts[rank].finalize()
 
     assert made.run(opening(steps)) == dict.fromkeys(range(3))
+
+
+def test_a_run_with_a_timeline_leaves_one_of_all_ranks(world, tmp_path):
+    made = world(3, timeline=str(tmp_path / "timeline"))
+
+    def steps(rank: int, session: Any) -> None:
+        if rank:
+            train_step(session, 1.0)
+        else:
+            assert session.wait_step()
+        made.contexts[rank].finalize()
+
+    assert made.run(opening(steps)) == dict.fromkeys(range(3))
+    run = chrome.read(tmp_path / "timeline" / "trace.json")
+    timeline = run.timeline(0)
+    assert timeline.servers == [0]
+    assert [timeline.steps(client) for client in (1, 2)] == [[0], [0]]
+    for bucket in made.sessions[0].plan.buckets:
+        assert timeline.name(bucket.index) and len(timeline.marks(0, "received", bucket.index, 0)) == 2 * len(
+            bucket.pieces
+        )
 
 
 def fail_by_raising(context: Context) -> None:

@@ -1,0 +1,53 @@
+"""What stands before the elements of a piece on the wire."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import image_of, plan_of
+
+from mpipipe.wire import header
+from mpipipe.wire.header import HEADER_BYTES
+
+
+@pytest.mark.parametrize("step,piece", [(0, 0), (1, 32766), (2**62, 7), (-1, 3)])
+def test_what_was_written_is_read(step, piece):
+    message = np.full(HEADER_BYTES + 5, 9, np.uint8)
+    header.write(message, step, piece)
+    assert header.read(message) == (step, piece)
+    assert message[HEADER_BYTES:].tolist() == [9] * 5, "the elements have changed"
+
+
+def test_a_message_without_elements_has_a_header():
+    message = np.zeros(HEADER_BYTES, np.uint8)
+    header.write(message, 3, 4)
+    assert header.read(message) == (3, 4)
+
+
+def test_a_header_can_be_anywhere_in_memory():
+    memory = np.zeros(3 * HEADER_BYTES, np.uint8)
+    header.write(memory[3:], 12, 34)
+    assert header.read(memory[3:]) == (12, 34)
+
+
+def test_elements_stay_aligned_for_every_dtype():
+    assert HEADER_BYTES % 16 == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(sizes=st.lists(st.integers(1, 2000), min_size=1, max_size=4), divisible=st.booleans(), step=st.integers(0, 9))
+def test_the_messages_of_a_slot_are_found_in_its_image_without_a_copy(sizes, divisible, step):
+    plan = plan_of(sizes, piece_bytes=1024, divisible=divisible)
+    for slot in (*plan.buckets, *plan.units):
+        data = np.random.default_rng(step).integers(0, 256, slot.nbytes, np.uint8)
+        image = image_of(slot.pieces, step, data)
+        start = slot.pieces[0].offset
+        for piece in slot.pieces:
+            message = header.message_of(image, slot.pieces, piece)
+            assert header.read(message) == (step, piece.index)
+            at = piece.offset - start
+            assert message[HEADER_BYTES:].tobytes() == data[at : at + piece.nbytes].tobytes()
+            assert np.shares_memory(message, image)
+        assert image.nbytes == slot.nbytes + HEADER_BYTES * len(slot.pieces)
