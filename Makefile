@@ -1,5 +1,6 @@
 # make demo    set up everything and train the example on 4 ranks
 # make test    set up everything and run every test
+# make bench   measure against the straight line and other ways, on hosts made of network namespaces (as root)
 
 PYTHON ?= python3
 # The CPU build, where there is one; on other machines TensorFlow itself.
@@ -16,7 +17,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 MPIRUN := $(BIN)/mpirun --oversubscribe --bind-to none
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo install test test-newest test-oldest lint clean
+.PHONY: demo install test test-newest test-oldest lint bench bench-broadcast bench-cost clean
 
 demo: install
 	$(MPIRUN) -np 4 $(BIN)/python examples/train.py
@@ -25,7 +26,7 @@ install: $(VENV)/installed
 
 $(VENV)/installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP_INSTALL) --editable '.[$(TENSORFLOW),mpi,examples,dev]'
+	$(BIN)/python $(PIP_INSTALL) --editable '.[$(TENSORFLOW),mpi,examples,timeline,dev]'
 	touch $@
 
 # The second MPI, beside the first: both wheels have a bin/mpirun and a lib/libmpi.so.
@@ -40,10 +41,20 @@ $(OLDEST)/installed: setup.cfg pyproject.toml
 	    '$(TENSORFLOW)==2.16.*' 'keras==3.7.*' 'numpy<2'
 	touch $@
 
+# For more: make bench BENCH='--full --mpi both --horovod-python PATH'
+bench: install $(MPICH)/installed
+	$(BIN)/python -m benchmarks $(BENCH)
+
+bench-broadcast: install $(MPICH)/installed
+	$(BIN)/python -m benchmarks.broadcast $(BENCH)
+
+bench-cost: install $(MPICH)/installed
+	$(BIN)/python -m benchmarks.cost $(BENCH)
+
 test: lint test-newest test-oldest
 
 lint: install
-	$(BIN)/ruff check mpipipe tests examples docker
+	$(BIN)/ruff check mpipipe tests examples benchmarks docker
 	$(BIN)/mypy
 
 test-newest: install $(MPICH)/installed

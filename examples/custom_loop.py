@@ -27,6 +27,7 @@ def main() -> None:
 
     @tf.function
     def train_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        optimizer.take_weights(model)  # each layer's new weights when they come: no step waits for all of them
         with tf.GradientTape() as tape:
             loss = compute_loss(labels, model(images, training=True))
         gradients = tape.gradient(loss, model.trainable_variables)

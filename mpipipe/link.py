@@ -113,6 +113,14 @@ class _Stream:
             self._done.set()
 
 
+# Seconds that a piece costs the server beyond its messages: to reduce, update and hand it about.
+_UPDATE_SECONDS = 2e-4
+# Pieces under way to a rank at once.
+_CREDIT = 4
+# The server's graph has some tens of operations for each piece: more pieces than this would cost more than they bring.
+_MOST_PIECES = 256
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """In bytes: of a piece, up to which neighbouring layers share a bucket, and of what may be under way."""
@@ -121,23 +129,22 @@ class Sizes:
     fuse_bytes: int
     credit_bytes: int
 
-
-# Seconds that a piece costs the server beyond its messages: to reduce, update and hand it about.
-_UPDATE_SECONDS = 1e-3
-# The server's graph has some tens of operations for each piece: more pieces than this would cost more than they bring.
-_MOST_PIECES = 256
+    @classmethod
+    def of(cls, piece_bytes: int) -> Sizes:
+        """The sizes that go with pieces of a size."""
+        return cls(piece_bytes, fuse_bytes=piece_bytes // 4, credit_bytes=_CREDIT * piece_bytes)
 
 
 def choose_sizes(link: Link, nbytes: int, clients: int) -> Sizes:
     """Sizes for a model of ``nbytes``.
 
-    A piece of s bytes is on its way for n s / B seconds in and as long out before the pipeline is full, and M / s
-    pieces cost a fixed time h each: the sum of 2 n s / B and h M / s is least for s = sqrt(M h B / 2 n) (after Peng et
-    al., "ByteScheduler", SOSP 2019, and the theory of pipelined broadcasts). The credit is a few pieces: enough to
-    fill the link while word of an arrival is on its way back, and no more, for what is under way cannot be overtaken.
+    The credit is a few pieces, c: enough to fill the link while word of an arrival is on its way back, and no more, for
+    what is under way cannot be overtaken. So an urgent piece of s bytes waits for c n s / B seconds on its way in and
+    as long on its way out, and M / s pieces cost a fixed time h each: the sum of 2 c n s / B and h M / s is least for
+    s = sqrt(M h B / 2 c n) (after Peng et al., "ByteScheduler", SOSP 2019, and the theory of pipelined broadcasts).
     """
-    cost = _UPDATE_SECONDS + 2 * clients * link.overhead
-    ideal = math.sqrt(nbytes * cost * link.rate / (2 * clients))
+    cost = _UPDATE_SECONDS + clients * link.overhead
+    ideal = math.sqrt(nbytes * cost * link.rate / (2 * _CREDIT * clients))
     piece = min(max(ideal, nbytes / _MOST_PIECES, 16 << 10), 4 << 20)
     piece = int(piece) // 4096 * 4096
-    return Sizes(piece_bytes=piece, fuse_bytes=piece // 4, credit_bytes=4 * piece)
+    return Sizes.of(piece)

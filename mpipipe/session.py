@@ -12,6 +12,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -219,12 +220,10 @@ class ClientSession(_Session):
         """
         steps = self.steps_done()
         self._say(SERVER, "phase", {"steps": steps, "state": _shapes(state), **content})
-        left = threading.Semaphore(0)
-        buffers = [plain.encode(array) for array in state]
-        for tag, buffer in enumerate(buffers):
-            self._arrays.isend(SERVER, tag, buffer, left.release)
-        for _ in buffers:
-            _wait(left)
+        for tag, array in enumerate(state):
+            # Not waited for: the server takes them unless it fails, and says either in its answer.
+            buffer = plain.encode(array)
+            self._arrays.isend(SERVER, tag, buffer, partial(_hold, buffer))
         return self._answer()
 
     def say(self, kind: str, **content: Any) -> None:
@@ -331,17 +330,20 @@ class ServerSession(_Session):
         self._variables = tuple(variables)
         config, context = self._context.config, self._context
         wanted = {name: getattr(config, name) for name in ("piece_bytes", "fuse_bytes", "credit_bytes")}
-        measures = None in wanted.values() and context.link is None
+        nbytes = sum(variable.nbytes for variable in variables)
+        measures = config.piece_bytes is None and context.link is None
         self.answer("agree", variables=planning.to_json(variables), measures=measures)
         self._arrays = context.transport.open_channel()
         if measures:
             context.link = links.measure(self._arrays, self.clients)
-        if context.link is not None and None in wanted.values():
-            nbytes = sum(variable.nbytes for variable in variables)
-            chosen = links.choose_sizes(context.link, nbytes, len(self.clients))
-            wanted = {name: getattr(chosen, name) if size is None else size for name, size in wanted.items()}
-            say = logger.info if measures else logger.debug
-            say(
+        if config.piece_bytes is None:
+            assert context.link is not None
+            auto = links.choose_sizes(context.link, nbytes, len(self.clients))
+        else:
+            auto = links.Sizes.of(config.piece_bytes)
+        wanted = {name: getattr(auto, name) if size is None else size for name, size in wanted.items()}
+        if measures and context.link is not None:
+            logger.info(
                 "link: %.4g MB/s each way, %.0f us a message; %.4g MB of weights travel in pieces of %d KiB, "
                 "%d KiB under way to a rank",
                 context.link.rate / 1e6,
@@ -511,6 +513,10 @@ class ServerSession(_Session):
 def _shapes(arrays: Arrays) -> list[list[Any]]:
     """Shapes and dtypes, as they come out of JSON."""
     return [[list(array.shape), array.dtype.name] for array in arrays]
+
+
+def _hold(buffer: Buffer) -> None:
+    """Keep a buffer alive until its message has arrived: a callback that owns it."""
 
 
 def _wait(semaphore: threading.Semaphore) -> None:

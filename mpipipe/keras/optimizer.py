@@ -206,6 +206,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         with tf.init_scope():
             if self._bridge is None:
                 self._connect([True] * len(self._trainable_variables))
+        self._note(_STEP, [])
         self._take_pending()
         if tf.inside_function():
             self._took.add(tf.compat.v1.get_default_graph())
@@ -472,8 +473,6 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         """Have the new weights assigned, if there are any to come, each bucket's on its own."""
         assert self._bridge is not None
         pending = self._pending.read_value()
-        if self._context.recorder.active and tf.inside_function():
-            self._bridge.mark(_STEP, [pending])
         for bucket in self._bridge.slots:
             tf.cond(pending, lambda b=bucket: self._take(b), lambda: False)
         self._pending.assign(False)
@@ -492,8 +491,11 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def note_loss(self, loss: Any) -> None:
         """In the graph, for the timeline: the forward pass is done when there is this loss."""
+        self._note(_LOSS, [loss])
+
+    def _note(self, number: int, after: Sequence[Any]) -> None:
         if self._bridge is not None and self._context.recorder.active and tf.inside_function():
-            self._bridge.mark(_LOSS, [loss])
+            self._bridge.mark(number, after)
 
     def _took_here(self) -> bool:
         """Whether the step that is being traced, or runs, began with :meth:`take_weights`; asked once a step."""

@@ -23,8 +23,8 @@ from mpipipe.transport.base import Buffer, Channel, Done, OnControl, OnMessage, 
 
 # Seconds between polls: the shortest, after something happened; the longest while messages come and go, and when
 # there has been none for a while.
-_NAP, _LONGEST_NAP, _IDLE_NAP = 20e-6, 1e-3, 4e-3
-_IDLE_AFTER = 0.25  # seconds
+_NAP, _LONGEST_NAP, _IDLE_NAP = 50e-6, 2e-3, 10e-3
+_IDLE_AFTER = 1.0  # seconds
 _CONTROL_TAG = 1
 
 _Call = Callable[[], None]
@@ -126,7 +126,7 @@ class MPITransport(Transport):
                 nap, last = _NAP, time.monotonic()
             else:
                 longest = _LONGEST_NAP if time.monotonic() - last < _IDLE_AFTER else _IDLE_NAP
-                nap = min(nap * 1.3, longest)
+                nap = min(nap * 1.5, longest)
         for request in self._requests:
             request.Cancel()
             request.Free()

@@ -1,8 +1,8 @@
 """The examples train to the accuracy that the README promises, and print nothing without a rank's prefix."""
 
-import json
 import re
 
+from mpipipe.timeline import chrome
 from tests.mpi.harness import ROOT, mpirun
 
 KINDS = {0: {"received", "reduced", "updated", "broadcast"}, 1: {"ready", "sent", "received", "assigned"}}
@@ -31,14 +31,21 @@ def test_the_digits_reach_97_percent_and_every_bucket_is_on_the_timeline(tmp_pat
     assert (tmp_path / "model.keras").is_file()
     # Only the server draws Keras's progress bar.
     assert job.output.count("Epoch 1/12") == 1
+    run = chrome.read(timeline / "trace.json")
+    assert set(run.marks) == {0, 1, 2, 3}
     for rank, kinds in KINDS.items():
-        marks = [json.loads(line) for line in (timeline / f"rank-{rank}.jsonl").read_text().splitlines()]
-        steps = {mark["step"] for mark in marks}
-        buckets = {mark["bucket"] for mark in marks}
+        marks = run.marks[rank]
+        steps = {mark.step for mark in marks if mark.bucket >= 0}
+        buckets = {mark.bucket for mark in marks if mark.bucket >= 0}
         assert steps == set(range(180)) and len(buckets) > 1
         for kind in kinds:
-            found = {(mark["step"], mark["bucket"]) for mark in marks if mark["kind"] == kind}
+            found = {(mark.step, mark.bucket) for mark in marks if mark.kind == kind}
             assert found == {(step, bucket) for step in steps for bucket in buckets}, (rank, kind)
+        assert rank == 0 or {"step", "loss"} <= {mark.kind for mark in marks}
+    # Nobody receives what has not been sent, on the one clock: a piece arrives at the server after it was started.
+    started = {(m.step, m.piece): m.time for m in run.marks[1] if m.kind == "started"}
+    received = {(m.step, m.piece): m.time for m in run.marks[0] if m.kind == "received" and m.peer == 1}
+    assert started.keys() == received.keys() and all(received[key] > started[key] - 1e-3 for key in started)
 
 
 def test_the_custom_loop_reaches_97_percent(tmp_path):

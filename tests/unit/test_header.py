@@ -36,7 +36,7 @@ def test_elements_stay_aligned_for_every_dtype():
     assert HEADER_BYTES % 16 == 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(sizes=st.lists(st.integers(1, 2000), min_size=1, max_size=4), divisible=st.booleans(), step=st.integers(0, 9))
 def test_the_messages_of_a_slot_are_found_in_its_image_without_a_copy(sizes, divisible, step):
     plan = plan_of(sizes, piece_bytes=1024, divisible=divisible)

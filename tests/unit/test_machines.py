@@ -344,11 +344,13 @@ def test_the_run_fails_if_a_step_follows_in_a_later_phase():
     assert "rank 1" in message
 
 
-def test_a_phase_does_not_end_before_all_weights_have_arrived():
+def test_a_phase_does_not_end_before_all_weights_are_updated_and_have_arrived():
     machine, (piece,) = ServerMachine(plan_of([4]), [1, 2], LARGE_CREDIT), plan_of([4]).pieces
-    for event in (m.GradientReceived(1, piece, 0), m.ClientLeft(2, 0), m.Reduced(piece), m.Updated(0, 0)):
-        machine.handle(event)
+    machine.handle(m.GradientReceived(1, piece, 0))
+    machine.handle(m.ClientLeft(2, 0))
     assert machine.handle(m.ClientLeft(1, 1)) == []
+    assert machine.handle(m.Reduced(piece)) == [m.HandOver(0, 0)]
+    assert machine.handle(m.Updated(0, 0)) == [m.SendWeights(1, piece, 0)]
     assert machine.handle(m.WeightsSent(1, piece)) == [m.PhaseEnded(1)]
 
 
