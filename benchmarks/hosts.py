@@ -272,7 +272,7 @@ def place(hosts: int, rate: str | None) -> Place:
 
 
 def clean_up_when_ended() -> None:
-    """Have a SIGTERM (from ``timeout``, say) end this process as an exception does, so that hosts and jobs are removed."""
+    """Have a SIGTERM (say, from ``timeout``) end this process as an exception does: hosts and jobs are then removed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 
 from mpipipe import link
-from mpipipe.link import Link, choose_sizes
+from mpipipe.link import Link, Sizes, choose_sizes
 from mpipipe.transport.inproc import Network
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -65,19 +65,19 @@ def test_a_model_does_not_fall_into_many_hundreds_of_pieces(rate, overhead, nbyt
     assert nbytes / sizes.piece_bytes <= 1.25 * 256  # a size is rounded down to whole pages of 4 KiB
 
 
-@pytest.mark.parametrize("clients", [1, 3, 16])
-@pytest.mark.parametrize("rate,overhead", [(2.5e6, 1e-3), (25e6, 1e-4), (1.25e9, 2e-5)])
-def test_no_other_size_makes_a_step_much_shorter_by_the_formula(clients, rate, overhead):
-    nbytes = 32 * MIB
-    chosen = choose_sizes(Link(rate, overhead), nbytes, clients).piece_bytes
-    most, cost = 256, 2e-4 + clients * overhead
+def test_within_bounds_pieces_grow_as_the_square_root_of_what_the_link_and_the_model_are():
+    def piece(rate: float = 1e9, nbytes: int = 8 * MIB, clients: int = 1) -> float:
+        return choose_sizes(Link(rate, 0.0), nbytes, clients).piece_bytes
 
-    def seconds(piece: float) -> float:
-        return 2 * 4 * clients * piece / rate + nbytes / piece * cost
+    one = piece()
+    assert 64 * KIB < one < 2 * MIB, "not within bounds"
+    assert piece(rate=4e9) == pytest.approx(2 * one, abs=8192)
+    assert piece(nbytes=32 * MIB) == pytest.approx(2 * one, abs=8192)
+    assert piece(clients=4) == pytest.approx(one / 2, abs=8192)
 
-    others = [16 * KIB * 1.1**i for i in range(60)]
-    best = min(seconds(piece) for piece in others if nbytes / most <= piece <= 4 * MIB)
-    assert seconds(chosen) <= 1.05 * best
+
+def test_sizes_go_with_the_piece():
+    assert Sizes.of(1 << 20) == Sizes(piece_bytes=1 << 20, fuse_bytes=1 << 18, credit_bytes=4 << 20)
 
 
 # ------------------------------------------------------------------------------------------------------------ measuring

@@ -150,9 +150,10 @@ def test_what_the_server_has_decided_is_what_all_ranks_go_by(world, divisible):
         assert session.plan_for([True, True]).divisible == divisible
 
 
-def test_nobody_measures_the_network_where_all_sizes_are_set(world, monkeypatch):
+@pytest.mark.parametrize("given", [set(SIZES), {"piece_bytes"}])
+def test_nobody_measures_the_network_where_the_size_of_a_piece_is_set(world, monkeypatch, given):
     monkeypatch.setattr(link, "measure", lambda *_: pytest.fail("it is measured"))
-    made = world(3)
+    made = world(3, **{name: size if name in given else None for name, size in SIZES.items()})
     assert made.run(lambda rank, session: agree(rank, session, dense("a", 3, 4))) == dict.fromkeys(range(3))
     assert made.contexts[0].link is None
 
