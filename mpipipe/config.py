@@ -93,7 +93,7 @@ def _check(name: str, value: Any, setting: Any, where: str) -> Any:
             value = setting.metadata["parse"](value)
         except (ValueError, KeyError):
             raise ConfigError(f"{where} is {value!r}, which is not a {_kind(setting)}") from None
-    if type(value) is not _type(setting) or (_type(setting) is str and not _is_allowed(value, setting)):
+    if type(value) is not _type(setting):
         raise ConfigError(f"{where} is {value!r}, which is not a {_kind(setting)}")
     if isinstance(value, int) and not setting.metadata["least"] <= value <= setting.metadata["most"]:
         least, most = setting.metadata["least"], setting.metadata["most"]
@@ -103,10 +103,6 @@ def _check(name: str, value: Any, setting: Any, where: str) -> Any:
 
 def _type(setting: Any) -> type:
     return {_bytes: int, int: int, _flag: bool}.get(setting.metadata["parse"], str)
-
-
-def _is_allowed(value: Any, setting: Any) -> bool:
-    return setting.metadata["parse"] is not _format or value in FORMATS
 
 
 def _kind(setting: Any) -> str:

@@ -66,8 +66,9 @@ def prepare_tensorflow(
     size = next((environ[name] for name in _LOCAL_SIZES if environ.get(name, "").isdigit()), "")
     if rank_and_size(environ) is None or not size or {_INTRA, _INTER, "OMP_NUM_THREADS"} & set(environ):
         return []
-    allowed = len(os.sched_getaffinity(0)) if allowed is None else allowed
     available = (os.cpu_count() or 1) if available is None else available
+    if allowed is None:
+        allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else available
     # Bound to cores of its own by the launcher, or sharing all of them with the other ranks.
     cores = max(allowed // max(int(size), 1), 1) if allowed >= available else allowed
     made = {_INTRA: str(cores), _INTER: str(max(cores, 2))}

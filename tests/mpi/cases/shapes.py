@@ -137,3 +137,26 @@ def case_plain_tf_variables():
         last = step()
     assert_same_everywhere([w.numpy(), b.numpy()])
     assert RANK == 0 or float(last) < 1.0
+
+
+def case_half_the_bytes_and_about_the_same_weights_on_narrow_wires():
+    context = mp.init()
+    before, x, y = context.config, *regression(samples=240)
+    found = {}
+    for form in ("plain", "bf16", "fp16"):
+        settings = {"piece_bytes": 4096, "wire": form, "wire_weights": form}
+        object.__setattr__(context, "config", type(before).make(**settings))
+        model = compiled(mlp(width=64, seed=1), keras.optimizers.SGD(0.01))
+        fit(model, x, y, epochs=3)
+        # Also those that travelled in halves: at the end of an epoch clients get the server's own.
+        assert_same_everywhere(model.get_weights())
+        found[form] = model.optimizer.session.engine.bytes_sent, model.get_weights()
+    object.__setattr__(context, "config", before)
+    pieces = 3 * len(x) // (SIZE - 1) // 8 * len(model.optimizer.session.plan.pieces)
+    headers = 16 * pieces * (1 if RANK else SIZE - 1)
+    for form in ("bf16", "fp16"):
+        assert found[form][0] - headers == (found["plain"][0] - headers) // 2
+        for ours, plain in zip(found[form][1], found["plain"][1], strict=True):
+            np.testing.assert_allclose(ours, plain, atol=0.02)
+        assert any((ours != plain).any() for ours, plain in zip(found[form][1], found["plain"][1], strict=True))
+    record("narrow_wires", f"bytes sent {({form: sent for form, (sent, _) in found.items()})}")
