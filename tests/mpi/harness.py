@@ -36,7 +36,7 @@ def mpirun(
     mpi: str,
     ranks: int,
     *command: str,
-    limit: float = 120,
+    limit: float = 240,
     env: dict[str, str] | None = None,
     cwd: Path | None = None,
     options: tuple[str, ...] = (),
@@ -108,7 +108,7 @@ def case_names(module: str) -> list[str]:
 
 @cache
 def run_cases(
-    mpi: str, ranks: int, module: str, *environment: str, only: tuple[str, ...] = (), limit: float = 480
+    mpi: str, ranks: int, module: str, *environment: str, only: tuple[str, ...] = (), limit: float = 900
 ) -> Job:
     """All cases of a module in one job, run once however many tests look at it; environment as ``NAME=value``."""
     env = dict(setting.split("=", 1) for setting in environment)
