@@ -17,13 +17,13 @@ class _Tensorflow:
     """A model and its data; what a step is, the columns say."""
 
     rank, size = 0, 1
-    least_inter_op_threads = 1
 
     def __init__(self, model: shapes.Shape, threads: int) -> None:
         import tensorflow as tf
 
+        # The same for all, and by mpipipe's rule: with one thread between operations gradients would leave late.
         tf.config.threading.set_intra_op_parallelism_threads(threads)
-        tf.config.threading.set_inter_op_parallelism_threads(max(threads, self.least_inter_op_threads))
+        tf.config.threading.set_inter_op_parallelism_threads(max(threads, 2))
         self._join()
         import keras
 
@@ -146,8 +146,6 @@ class Keras(_Tensorflow):
 
 class Mpipipe(_Tensorflow):
     """Mode "training": rank 0 serves, the others train. ``MPIPIPE_OVERLAP=0`` makes it the straight line."""
-
-    least_inter_op_threads = 2  # as mpipipe itself sets them
 
     def _join(self) -> None:
         import mpipipe

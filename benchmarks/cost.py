@@ -48,7 +48,7 @@ def work(buckets: int, steps: int, folder: Path) -> None:
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
     import mpipipe as mp
 
     optimizer, model, train, plain = _training(mp, tf, buckets)

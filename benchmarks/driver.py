@@ -22,8 +22,6 @@ from benchmarks.rows import Row
 # Steps at the start of each turn that are not counted: they fill the pipeline and the caches.
 _UNCOUNTED = 2
 _READY, _TURN = 600.0, 300.0  # seconds
-# What mpipipe sets for itself: without it Open MPI is at half speed when data go both ways.
-SAME_MPI_SETTINGS = {"OMPI_MCA_btl_tcp_eager_limit": str(8 << 20)}
 
 
 @dataclass(frozen=True)
@@ -299,13 +297,14 @@ def _wanted(row: Row, settings: Settings) -> list[Column]:
 def _start(
     row: Row, settings: Settings, place: hosts.Place, shape: shapes.Shape, names: set[str]
 ) -> dict[str, Team]:
+    same = hosts.mpipipes_settings()
     mpi = hosts.openmpi() if row.mpi == "openmpi" else hosts.mpich(settings.mpich)
     launches: dict[str, tuple[str, str, hosts.Launch, dict[str, str]]] = {
-        "keras": ("keras", sys.executable, mpi, SAME_MPI_SETTINGS),
+        "keras": ("keras", sys.executable, mpi, same),
         "mpipipe": ("mpipipe", sys.executable, mpi, {}),
         "straight": ("mpipipe", sys.executable, mpi, {"MPIPIPE_OVERLAP": "0"}),
         "horovod": ("horovod", settings.horovod, hosts.openmpi(settings.horovod), {}),
-        "horovod-same": ("horovod", settings.horovod, hosts.openmpi(settings.horovod), SAME_MPI_SETTINGS),
+        "horovod-same": ("horovod", settings.horovod, hosts.openmpi(settings.horovod), same),
         "ddp": ("ddp", settings.torch, hosts.Launch("none"), {"MASTER_PORT": "47002"}),
     }
     teams = {}

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from mpipipe import launcher
+
 ROOT = Path(__file__).resolve().parents[1]
 _NETWORK = "10.78.0"
 # Both directions of each link: the bucket has to hold one packet of 64 KiB, and the queue is that of a small switch.
@@ -67,6 +69,13 @@ def mpich(prefix: Path = ROOT / ".mpich") -> Launch:
     """MPICH under a prefix of its own."""
     prefix = prefix.absolute()
     return Launch("mpich", str(prefix / "bin" / "mpirun"), {"MPI4PY_LIBMPI": str(prefix / "lib" / "libmpi.so.12")})
+
+
+def mpipipes_settings() -> dict[str, str]:
+    """The environment variables by which mpipipe sets both MPIs, for others to have the same."""
+    environ: dict[str, str] = {}
+    launcher.prepare_mpi(environ)
+    return environ
 
 
 class Job:
