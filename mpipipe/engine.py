@@ -102,7 +102,14 @@ class _Engine(ABC):
         return step, self.plan.pieces[index]
 
     def _is_narrow(self, piece: Piece) -> bool:
-        return self._wire_bytes(piece, self._outgoing) != piece.nbytes
+        return formats.narrows(self._outgoing, self.plan.buckets[piece.bucket].dtype)
+
+    def _narrow_message(self, piece: Piece, step: int, encode: Callable[[Buffer], None]) -> Buffer:
+        """A message of a piece, whose elements ``encode`` writes."""
+        message = np.empty(HEADER_BYTES + self._wire_bytes(piece, self._outgoing), dtype=np.uint8)
+        header.write(message, step, piece.index)
+        encode(message[HEADER_BYTES:])
+        return message
 
     def _isend(self, dest: int, piece: Piece, message: Buffer, done: Callable[[], None]) -> None:
         self.bytes_sent += message.size
@@ -226,14 +233,11 @@ class ClientEngine(_Engine):
         self._isend(self._server, piece, message, done)
 
     def _narrowed(self, piece: Piece, step: int, message: Buffer) -> Buffer:
-        narrow = np.empty(HEADER_BYTES + self._wire_bytes(piece, self._outgoing), dtype=np.uint8)
-        header.write(narrow, step, piece.index)
         dtype = self.plan.buckets[piece.bucket].dtype
         feedback = self._feedback.get(piece.index)
         if feedback is None:
             feedback = self._feedback[piece.index] = Feedback(self._outgoing, dtype, piece.nbytes)
-        feedback.encode(message[HEADER_BYTES:], narrow[HEADER_BYTES:])
-        return narrow
+        return self._narrow_message(piece, step, partial(feedback.encode, message[HEADER_BYTES:]))
 
 
 class ServerEngine(_Engine):
@@ -377,9 +381,7 @@ class ServerEngine(_Engine):
     def _narrowed(self, piece: Piece, step: int, message: Buffer) -> Buffer:
         """The narrow message of a piece of the newest weights, made once for all clients."""
         if piece.index not in self._narrow:
-            narrow = np.empty(HEADER_BYTES + self._wire_bytes(piece, self._outgoing), dtype=np.uint8)
-            header.write(narrow, step, piece.index)
             dtype = self.plan.buckets[piece.bucket].dtype
-            formats.encode(self._outgoing, dtype, message[HEADER_BYTES:], narrow[HEADER_BYTES:])
-            self._narrow[piece.index] = narrow
+            encode = partial(formats.encode, self._outgoing, dtype, message[HEADER_BYTES:])
+            self._narrow[piece.index] = self._narrow_message(piece, step, encode)
         return self._narrow[piece.index]

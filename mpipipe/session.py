@@ -26,7 +26,7 @@ from mpipipe.logs import logger
 from mpipipe.protocol import messages as m
 from mpipipe.protocol import plan as planning
 from mpipipe.protocol.plan import Plan, VariableSpec
-from mpipipe.transport.base import Buffer, Channel
+from mpipipe.transport.base import Buffer, Channel, hold
 from mpipipe.wire import plain, reduce
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class ClientSession(_Session):
         for tag, array in enumerate(state):
             # Not waited for: the server takes them unless it fails, and says either in its answer.
             buffer = plain.encode(array)
-            self._arrays.isend(SERVER, tag, buffer, partial(_hold, buffer))
+            self._arrays.isend(SERVER, tag, buffer, partial(hold, buffer))
         return self._answer()
 
     def say(self, kind: str, **content: Any) -> None:
@@ -513,10 +513,6 @@ class ServerSession(_Session):
 def _shapes(arrays: Arrays) -> list[list[Any]]:
     """Shapes and dtypes, as they come out of JSON."""
     return [[list(array.shape), array.dtype.name] for array in arrays]
-
-
-def _hold(buffer: Buffer) -> None:
-    """Keep a buffer alive until its message has arrived: a callback that owns it."""
 
 
 def _wait(semaphore: threading.Semaphore) -> None:

@@ -87,13 +87,13 @@ def _compile(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
 
 def _without_progress(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """``evaluate`` and ``predict``: with the newest weights, and a client draws no progress bar."""
-    if _distributed(getattr(model, "optimizer", None)):
-        model.optimizer.settle()
-    if _distributed(getattr(model, "optimizer", None)) and _is_silent_client():
-        bound = inspect.signature(original).bind(model, *args, **kwargs)
+    if not _distributed(getattr(model, "optimizer", None)):
+        return original(model, *args, **kwargs)
+    model.optimizer.settle()
+    bound = inspect.signature(original).bind(model, *args, **kwargs)
+    if _is_silent_client():
         bound.arguments["verbose"] = 0
-        return original(*bound.args, **bound.kwargs)
-    return original(model, *args, **kwargs)
+    return original(*bound.args, **bound.kwargs)
 
 
 def _is_silent_client() -> bool:

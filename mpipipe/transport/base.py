@@ -24,8 +24,33 @@ OnMessage = Callable[[Buffer], None]
 OnControl = Callable[[int, dict[str, Any]], None]
 
 
+class Pool:
+    """Buffers of one length that are used again. Safe from several threads."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._free: list[Buffer] = []  # append and pop of a list are atomic
+
+    def take(self) -> Buffer:
+        """A buffer; a new one where none is free."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return np.empty(self.nbytes, dtype=np.uint8)
+
+    def give(self, buffer: Buffer) -> None:
+        """Take a buffer back."""
+        self._free.append(buffer)
+
+
+def hold(buffer: Buffer) -> None:
+    """Keep a buffer alive until its message has left: a callback that owns it."""
+
+
 class Channel(ABC):
     """The messages of one optimizer."""
+
+    _pool: Pool | None = None  # of the buffers that listen hands out
 
     @abstractmethod
     def isend(self, dest: int, tag: int, buffer: Buffer, done: Done) -> None:
@@ -36,8 +61,13 @@ class Channel(ABC):
         """Have ``buffer`` filled by the next message of a rank with this tag."""
 
     @abstractmethod
+    def _post(self, source: int, buffer: Buffer, done: Done) -> None:
+        """Have ``buffer`` filled by the next message of a rank, whatever its tag."""
+
     def listen(self, source: int, nbytes: int, depth: int, on_message: OnMessage) -> None:
         """Take every message of a rank, whatever its tag, from now on. Not together with :meth:`irecv`.
+
+        A few receives for any tag, not one for each piece: testing those would cost more.
 
         Args:
             source: the rank.
@@ -46,10 +76,24 @@ class Channel(ABC):
             on_message: called with each message's buffer, which may be longer than the message. Whoever is called
                 gives it back by :meth:`release`.
         """
+        pool = self._pool = self._pool or Pool(nbytes)
 
-    @abstractmethod
+        def post() -> None:
+            buffer = pool.take()
+
+            def arrived() -> None:
+                post()
+                on_message(buffer)
+
+            self._post(source, buffer, arrived)
+
+        for _ in range(depth):
+            post()
+
     def release(self, buffer: Buffer) -> None:
         """Give back a buffer that :meth:`listen` has handed out. From any thread."""
+        assert self._pool is not None
+        self._pool.give(buffer)
 
 
 class Transport(ABC):
@@ -77,22 +121,3 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop the transport's thread once all that was handed over has left. Posted receives are withdrawn."""
-
-
-class Pool:
-    """Buffers of one length that are used again. Safe from several threads."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._free: list[Buffer] = []  # append and pop of a list are atomic
-
-    def take(self) -> Buffer:
-        """A buffer; a new one where none is free."""
-        try:
-            return self._free.pop()
-        except IndexError:
-            return np.empty(self.nbytes, dtype=np.uint8)
-
-    def give(self, buffer: Buffer) -> None:
-        """Take a buffer back."""
-        self._free.append(buffer)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mpipipe.transport.base import Buffer, Channel, Done, OnControl, OnMessage, Pool, Transport
+from mpipipe.transport.base import Buffer, Channel, Done, OnControl, Transport
 
 
 @dataclass(slots=True)
@@ -196,7 +196,6 @@ class InprocChannel(Channel):
 
     def __init__(self, network: Network, rank: int, number: int) -> None:
         self._network, self._rank, self._number = network, rank, number
-        self._pool: Pool | None = None
 
     def isend(self, dest: int, tag: int, buffer: Buffer, done: Done) -> None:
         """See :meth:`Channel.isend`."""
@@ -206,23 +205,6 @@ class InprocChannel(Channel):
         """See :meth:`Channel.irecv`."""
         self._network.receive((self._number, source, self._rank, tag), _Posted(buffer, done))
 
-    def listen(self, source: int, nbytes: int, depth: int, on_message: OnMessage) -> None:
-        """See :meth:`Channel.listen`."""
-        pool = self._pool = self._pool or Pool(nbytes)
-
-        def post() -> None:
-            buffer = pool.take()
-
-            def arrived() -> None:
-                post()
-                on_message(buffer)
-
-            self._network.receive((self._number, source, self._rank), _Posted(buffer, arrived))
-
-        for _ in range(depth):
-            post()
-
-    def release(self, buffer: Buffer) -> None:
-        """See :meth:`Channel.release`."""
-        assert self._pool is not None
-        self._pool.give(buffer)
+    def _post(self, source: int, buffer: Buffer, done: Done) -> None:
+        """See :meth:`Channel._post`."""
+        self._network.receive((self._number, source, self._rank), _Posted(buffer, done))

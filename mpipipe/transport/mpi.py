@@ -14,12 +14,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpipipe.transport.base import Buffer, Channel, Done, OnControl, OnMessage, Pool, Transport
+from mpipipe.transport.base import Buffer, Channel, Done, OnControl, Transport, hold
 
 # Seconds between polls: the shortest, after something happened; the longest while messages come and go, and when
 # there has been none for a while.
@@ -70,7 +71,7 @@ class MPITransport(Transport):
         """See :meth:`Transport.send_control`."""
         buffer = np.frombuffer(json.dumps(message).encode(), dtype=np.uint8)
         self.submit(
-            lambda: self._add(self._communicator.Isend([buffer, MPI.BYTE], dest, _CONTROL_TAG), lambda: _hold(buffer))
+            lambda: self._add(self._communicator.Isend([buffer, MPI.BYTE], dest, _CONTROL_TAG), partial(hold, buffer))
         )
 
     def on_control(self, handler: OnControl) -> None:
@@ -167,7 +168,6 @@ class MPIChannel(Channel):
     def __init__(self, transport: MPITransport, communicator: MPI.Intracomm) -> None:
         self._transport = transport
         self._communicator = communicator
-        self._pool: Pool | None = None
 
     def isend(self, dest: int, tag: int, buffer: Buffer, done: Done) -> None:
         """See :meth:`Channel.isend`."""
@@ -181,28 +181,6 @@ class MPIChannel(Channel):
             lambda: self._transport._add(self._communicator.Irecv([buffer, MPI.BYTE], source, tag), done, receive=True)
         )
 
-    def listen(self, source: int, nbytes: int, depth: int, on_message: OnMessage) -> None:
-        """See :meth:`Channel.listen`. A few receives for any tag: testing one for each piece would cost more."""
-        pool = self._pool = self._pool or Pool(nbytes)
-
-        def post() -> None:
-            buffer = pool.take()
-
-            def arrived() -> None:
-                post()
-                on_message(buffer)
-
-            request = self._communicator.Irecv([buffer, MPI.BYTE], source, MPI.ANY_TAG)
-            self._transport._add(request, arrived, receive=True)
-
-        for _ in range(depth):
-            self._transport.submit(post)
-
-    def release(self, buffer: Buffer) -> None:
-        """See :meth:`Channel.release`."""
-        assert self._pool is not None
-        self._pool.give(buffer)
-
-
-def _hold(buffer: Buffer) -> None:
-    """Keep a buffer alive until its message has left: a callback that owns it."""
+    def _post(self, source: int, buffer: Buffer, done: Done) -> None:
+        """See :meth:`Channel._post`."""
+        self.irecv(source, MPI.ANY_TAG, buffer, done)

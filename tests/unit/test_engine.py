@@ -144,6 +144,9 @@ class Watched(Channel):
         buffer[:] = POISON
         self._channel.release(buffer)
 
+    def _post(self, source: int, buffer: Buffer, done: Done) -> None:
+        raise AssertionError("the other channel listens")
+
 
 class Run:
     """A server and clients that train by SGD, each in a thread of its own.
@@ -673,6 +676,9 @@ class HaltingChannel(Channel):
 
     def release(self, buffer: Buffer) -> None:
         pass
+
+    def _post(self, source: int, buffer: Buffer, done: Done) -> None:
+        raise AssertionError("nothing comes")
 
 
 def test_settle_waits_for_gradients_that_the_engine_has_not_seen_yet_and_until_everything_has_arrived():
