@@ -92,11 +92,12 @@ class Emulated(_layers.Layer):  # type: ignore[misc, name-defined]
 
     def __init__(self, weights: int, forward: float, backward: float) -> None:
         super().__init__()
-        self._count, self._forward_seconds, self._backward_seconds = weights, forward, backward
+        self._shape = (weights // shapes.EMULATED_ROW, shapes.EMULATED_ROW)
+        self._forward_seconds, self._backward_seconds = forward, backward
 
     def build(self, input_shape: Any) -> None:
         """Make the weights."""
-        self.kernel = self.add_weight(shape=(self._count,), initializer="zeros", name="kernel")
+        self.kernel = self.add_weight(shape=self._shape, initializer="zeros", name="kernel")
         super().build(input_shape)
 
     def call(self, inputs: Any) -> Any:
@@ -106,9 +107,9 @@ class Emulated(_layers.Layer):  # type: ignore[misc, name-defined]
         def pass_on(x: Any, kernel: Any) -> Any:
             def back(upstream: Any) -> Any:
                 upstream = _sleep(upstream, self._backward_seconds)
-                return upstream, tf.fill([self._count], tf.reduce_mean(upstream))
+                return upstream, tf.fill(self._shape, tf.reduce_mean(upstream))
 
-            return _sleep(x + kernel[0], self._forward_seconds), back
+            return _sleep(x + kernel[0, 0], self._forward_seconds), back
 
         return pass_on(inputs, tf.convert_to_tensor(self.kernel))
 

@@ -16,7 +16,7 @@ MLP_LAYERS = 8
 RESNET_STAGES, RESNET_IMAGE = (1, 2, 4), 16
 TRANSFORMER_BLOCKS, TRANSFORMER_LENGTH, TRANSFORMER_WORDS = 4, 32, 256
 EMBEDDING_WIDTH, EMBEDDING_LENGTH = 32, 16
-EMULATED_LAYERS, EMULATED_WIDTH = 10, 8
+EMULATED_LAYERS, EMULATED_WIDTH, EMULATED_ROW = 10, 8, 50
 
 NAMES = ("resnet", "mlp", "transformer", "embedding", "emulated")
 
@@ -54,7 +54,7 @@ def shape(name: str, weight_bytes: float) -> Shape:
     elif name == "embedding":
         return Shape(name, max(100, round(weights / EMBEDDING_WIDTH)))
     elif name == "emulated":
-        return Shape(name, max(100, round(weights / EMULATED_LAYERS)))
+        return Shape(name, max(2, round(weights / EMULATED_LAYERS / EMULATED_ROW)) * EMULATED_ROW)
     else:
         raise ValueError(f"unknown model {name!r}: {', '.join(NAMES)}")
     return Shape(name, max(8, round(size / 4) * 4))

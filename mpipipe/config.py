@@ -49,7 +49,7 @@ class Config:
         None, "layers smaller than this share a bucket with their neighbours (auto: 1/4 piece)", _bytes, 0
     )
     credit_bytes: int | None = _setting(
-        None, "bytes under way from one rank to another; the rest waits by priority (auto: 4 pieces)", _bytes, 1024
+        None, "bytes under way from one rank to another; the rest waits by priority (auto: 3 pieces)", _bytes, 1024
     )
     max_buckets: int = _setting(256, "most buckets of one optimizer; neighbours are fused to keep to it", int, 1, 4096)
     overlap: bool = _setting(

@@ -30,7 +30,7 @@ from mpipipe.protocol.client import ClientMachine
 from mpipipe.protocol.plan import Piece, Plan
 from mpipipe.protocol.server import ServerMachine
 from mpipipe.trace import Kind, Recorder
-from mpipipe.transport.base import Buffer, Channel, Pool
+from mpipipe.transport.base import Buffer, Channel, Pool, hold
 from mpipipe.wire import formats, header, reduce
 from mpipipe.wire.feedback import Feedback
 from mpipipe.wire.header import HEADER_BYTES
@@ -38,8 +38,10 @@ from mpipipe.wire.header import HEADER_BYTES
 # What an engine calls with the number of a bucket or unit and its bytes. The bytes are only valid during the call.
 Deliver = Callable[[int, Buffer], None]
 
-# Receives posted for a peer beyond what its credit lets it send at once.
-_SPARE_RECEIVES = 2
+# Receives posted for each peer: at a client enough for all that may be under way, so that MPI needs no copy of what
+# comes; at the server no more than it takes to have one while the other is being posted again, for what is posted can
+# still be filled when a client is to pause.
+_CLIENT_RECEIVES, _SERVER_RECEIVES = 5, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +82,9 @@ class _Engine(ABC):
         self._events.put(None)
         self._thread.join()
 
-    def _listen(self, source: int) -> None:
+    def _listen(self, source: int, depth: int) -> None:
         """Have everything that comes from a rank put into the queue of events."""
         longest = max((self._wire_bytes(piece, self._incoming) for piece in self.plan.pieces), default=0)
-        shortest = min((piece.nbytes for piece in self.plan.pieces), default=1)
-        depth = min(self._wiring.credit_bytes // shortest + 1, len(self.plan.pieces), 16) + _SPARE_RECEIVES
         self._channel.listen(source, HEADER_BYTES + longest, depth, lambda buffer: self.feed((source, buffer)))
 
     def _wire_bytes(self, piece: Piece, form: str) -> int:
@@ -94,12 +94,11 @@ class _Engine(ABC):
         """The encoded elements in a message that has come."""
         return message[HEADER_BYTES : HEADER_BYTES + self._wire_bytes(piece, self._incoming)]
 
-    def _piece(self, source: int, message: Buffer) -> tuple[int, Piece]:
-        """The step and the piece that a message says it is."""
-        step, index = header.read(message)
-        if not 0 <= index < len(self.plan.pieces):
+    def _known(self, source: int, number: int) -> Piece:
+        """The piece of a number that a rank has sent."""
+        if not 0 <= number < len(self.plan.pieces):
             raise ProtocolError(f"rank {source} has sent a message that is none of the plan's pieces")
-        return step, self.plan.pieces[index]
+        return self.plan.pieces[number]
 
     def _is_narrow(self, piece: Piece) -> bool:
         return formats.narrows(self._outgoing, self.plan.buckets[piece.bucket].dtype)
@@ -159,7 +158,7 @@ class ClientEngine(_Engine):
         self._unhandled = 0  # events handed in and not yet handled
         self._settled: int | None = 0  # steps done, or None in the middle of one; as of the last event handled
         self._thread.start()
-        self._listen(server)
+        self._listen(server, _CLIENT_RECEIVES)
 
     def feed(self, event: Any) -> None:
         """Hand in an event, from any thread."""
@@ -211,8 +210,12 @@ class ClientEngine(_Engine):
     def _idle(self) -> None:
         pass
 
-    def _take(self, source: int, message: Buffer) -> m.WeightsReceived:
-        step, piece = self._piece(source, message)
+    def _take(self, source: int, message: Buffer) -> m.WeightsReceived | m.AskedFor:
+        step, number = header.read(message)
+        if number < 0:
+            self._channel.release(message)
+            return m.AskedFor(self._known(source, -1 - number), step)
+        piece = self._known(source, number)
         into = self._weights[piece.bucket][piece.offset : piece.offset + piece.nbytes]
         dtype = self.plan.buckets[piece.bucket].dtype
         formats.decode(self._incoming, dtype, self._elements(message, piece), into)
@@ -277,7 +280,7 @@ class ServerEngine(_Engine):
         """Post the receives and begin: from now on gradients are handed over."""
         self._thread.start()
         for client in self._clients:
-            self._listen(client)
+            self._listen(client, _SERVER_RECEIVES)
 
     def open_phase(self) -> None:
         """The clients that have ended the phase may take part again."""
@@ -329,7 +332,8 @@ class ServerEngine(_Engine):
                 todo.extend(self._machine.handle(m.Reduced(command.piece)))
 
     def _take(self, source: int, message: Buffer) -> m.GradientReceived:
-        step, piece = self._piece(source, message)
+        step, number = header.read(message)
+        piece = self._known(source, number)
         self._mark("received", piece.bucket, step, source, piece.index)
         if source in self._arrived[piece.index]:
             raise ProtocolError(f"rank {source} sent piece {piece.index} of bucket {piece.bucket} twice")
@@ -345,6 +349,13 @@ class ServerEngine(_Engine):
             self._pool.give(mean)
         elif isinstance(command, m.SendWeights):
             self._send(command.client, command.piece, command.step)
+        elif isinstance(command, m.AskFor):
+            question = header.question(command.step, command.piece.index)
+            self._isend(command.client, command.piece, question, partial(hold, question))
+        elif isinstance(command, m.Pause):
+            self._channel.pause(command.client)
+        elif isinstance(command, m.Resume):
+            self._channel.resume(command.client)
         elif isinstance(command, m.StepBegan):
             self._begun += 1
             self._steps.put(True)

@@ -13,8 +13,8 @@ import numpy as np
 from mpipipe.transport.base import Buffer, Channel, Done
 
 _TAG = 0
-# Messages under way at once, each way and between each two ranks, while measuring; as with a credit of four pieces.
-_UNDER_WAY = 4
+# Messages under way at once, each way and between each two ranks, while measuring; as with a credit of three pieces.
+_UNDER_WAY = 3
 _SMALL, _LARGEST = 1024, 4 << 20  # bytes
 _COUNT = 16
 _LONG_ENOUGH = 0.1  # seconds that the bulk transfer takes at least, where it stays within _LARGEST
@@ -114,9 +114,9 @@ class _Stream:
 
 
 # Seconds that a piece costs the server beyond its messages: to reduce, update and hand it about.
-_UPDATE_SECONDS = 2e-4
+_UPDATE_SECONDS = 1e-4
 # Pieces under way to a rank at once.
-_CREDIT = 4
+_CREDIT = 3
 # The server's graph has some tens of operations for each piece: more pieces than this would cost more than they bring.
 _MOST_PIECES = 256
 

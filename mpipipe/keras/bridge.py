@@ -17,8 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 from mpipipe.keras import compat
-from mpipipe.protocol.plan import Bucket, Piece, Unit, item_bytes
+from mpipipe.protocol.plan import Bucket, Unit, item_bytes
 from mpipipe.transport.base import Buffer
+from mpipipe.wire import header
 
 # A slot gives a gradient (or weights) and, on a timeline, a mark a step; no rank is ever two steps ahead.
 _CAPACITY_PER_SLOT = 4
@@ -33,6 +34,8 @@ class Bridge:
     Args:
         slots: a client's buckets or the server's units, by number.
         variables: by the position that the plan gives them.
+        step: the step of what is given next, a ``tf.Variable`` of int64: it goes into every header. It is made before
+            any graph is traced, for a ``tf.function`` is traced twice where a variable is made in it.
         on_data: called when the graph has given a slot's image.
         on_mark: called with a mark's number (see :meth:`mark`) and the step.
     """
@@ -41,16 +44,18 @@ class Bridge:
         self,
         slots: Sequence[Bucket | Unit],
         variables: Sequence[Any],
+        step: Any,
         on_data: OnData,
         on_mark: Callable[[int, int], None] = lambda number, step: None,
     ) -> None:
         self.slots = slots
+        self._slot_of = {slot.pieces[0].index: slot.index for slot in slots}
         self._variables = [compat.native(variable) for variable in variables]
+        self._step = step
         self._on_data, self._on_mark = on_data, on_mark
         with tf.init_scope(), tf.device("CPU"):
-            # The step of what is given next; it goes into every header.
-            self._step = tf.Variable(0, dtype=tf.int64, trainable=False)
-            self._given = tf.queue.FIFOQueue(_CAPACITY_PER_SLOT * len(slots) + 4, [tf.int32, tf.int64, tf.uint8])
+            # Whatever is given begins with a header: a slot's image with that of its first piece.
+            self._given = tf.queue.FIFOQueue(_CAPACITY_PER_SLOT * len(slots) + 4, [tf.uint8])
             self._handles = [tf.identity(self._given.queue_ref) for _ in slots]
             self._taken = [tf.queue.FIFOQueue(2, [tf.uint8]) for _ in slots]
         self._thread = threading.Thread(target=self._run, name="mpipipe-bridge", daemon=True)
@@ -63,16 +68,14 @@ class Bridge:
     def give(self, slot: Bucket | Unit, tensors: Sequence[Any]) -> None:
         """In the graph: hand over one tensor for each of a slot's regions, as soon as all of them are there."""
         contents = [_bytes(tf.cast(tensor, slot.dtype)) for tensor in tensors]
-        step = self._step.read_value()
         parts = []
-        for piece in slot.pieces:
-            parts.append(_bytes(tf.stack([step, tf.constant(piece.index, tf.int64)])))
-            parts += _cut(slot, contents, piece)
-        self._enqueue(self._handles[slot.index], slot.index, step, tf.concat(parts, axis=0))
+        for header, of_piece in zip(self._headers(slot), _cut(slot, contents), strict=True):
+            parts += [header, *of_piece]
+        self._enqueue(self._handles[slot.index], tf.concat(parts, axis=0))
 
     def end_step(self) -> None:
         """In the graph: what is given from here on belongs to the next step."""
-        self._step.assign_add(1)
+        self._step.assign_add(1, read_value=False)
 
     @property
     def steps(self) -> int:
@@ -83,46 +86,61 @@ class Bridge:
     def steps(self, steps: int) -> None:
         self._step.assign(steps)
 
-    def mark(self, number: int, after: Sequence[Any]) -> None:
-        """In the graph: report a number from 1 on when these operations are done."""
+    def mark(self, number: Any, after: Sequence[Any]) -> None:
+        """In the graph: report a number from 1 on, or a tensor of int64, when these operations are done."""
         with tf.init_scope(), tf.device("CPU"):
             handle = tf.identity(self._given.queue_ref)  # of its own: it may not wait for other marks
         with tf.control_dependencies([operation for operation in after if operation is not None]):
-            self._enqueue(handle, -number, self._step.read_value(), tf.zeros([0], tf.uint8))
+            header = tf.stack([self._step.read_value(), -tf.convert_to_tensor(number, tf.int64)])
+            self._enqueue(handle, _bytes(header))
 
-    def take(self, slot: Bucket | Unit) -> list[Any]:
-        """In the graph: wait for a slot's next elements; returns a flat tensor for each of its regions."""
-        data = self._taken[slot.index].dequeue()
-        if (item := item_bytes(slot.dtype)) > 1:
-            data = tf.reshape(data, [-1, item])
-        flat = tf.bitcast(data, tf.as_dtype(slot.dtype))
-        flat.set_shape([sum(region.size for region in slot.regions)])
-        return [flat] if len(slot.regions) == 1 else list(tf.split(flat, [region.size for region in slot.regions]))
+    def take(self, slot: Bucket | Unit, shapes: Sequence[Any]) -> list[Any]:
+        """In the graph: wait for a slot's next elements; returns a tensor of the given shape for each of its regions."""
+        (data,) = tf.raw_ops.QueueDequeueV2(handle=self._taken[slot.index].queue_ref, component_types=[tf.uint8])
+        item = item_bytes(slot.dtype)
+        if len(shapes) > 1:
+            parts = tf.split(data, [region.size * item for region in slot.regions])
+        else:
+            parts = [data]
+        dtype = tf.as_dtype(slot.dtype)
+        tensors = []
+        for part, shape in zip(parts, shapes, strict=True):
+            tensors.append(tf.bitcast(tf.reshape(part, [*shape, item] if item > 1 else shape), dtype))
+        return tensors
 
     def put(self, slot: int, data: Buffer) -> None:
         """From any thread: elements for the graph to take. They are copied before this returns."""
         with tf.device("CPU"):
-            self._taken[slot].enqueue(tf.constant(data))
+            # For every piece at the server, so the shortest way.
+            tf.raw_ops.QueueEnqueueV2(handle=self._taken[slot].queue_ref, components=[tf.constant(data)])
 
     def close(self) -> None:
         """End the thread."""
-        self._given.enqueue((np.int32(len(self.slots)), np.int64(0), np.zeros(0, np.uint8)))
+        self._given.enqueue(np.zeros(0, np.uint8))
         self._thread.join()
 
-    def _enqueue(self, handle: Any, code: int, step: Any, data: Any) -> None:
-        tf.raw_ops.QueueEnqueueV2(handle=handle, components=[tf.constant(code, tf.int32), step, data])
+    def _headers(self, slot: Bucket | Unit) -> Any:
+        """The headers of a slot's pieces."""
+        numbers = np.array([[0, piece.index] for piece in slot.pieces], dtype=np.int64)
+        values = tf.constant(numbers) + tf.stack([self._step.read_value(), tf.constant(0, tf.int64)])
+        rows = tf.reshape(tf.bitcast(values, tf.uint8), [len(slot.pieces), header.HEADER_BYTES])
+        return tf.unstack(rows)
+
+    def _enqueue(self, handle: Any, data: Any) -> None:
+        tf.raw_ops.QueueEnqueueV2(handle=handle, components=[data])
 
     def _run(self) -> None:
+        queue = self._given.queue_ref
         while True:
-            code, step, data = self._given.dequeue()
-            slot = int(code)
-            if slot == len(self.slots):
+            (data,) = tf.raw_ops.QueueDequeueV2(handle=queue, component_types=[tf.uint8])
+            image = np.asarray(memoryview(data))  # a view that keeps the tensor alive
+            if not image.size:
                 return
-            if slot < 0:
-                self._on_mark(-slot, int(step))
+            step, number = header.read(image)
+            if number < 0:
+                self._on_mark(-number, step)
             else:
-                # The array is a view that keeps the tensor alive.
-                self._on_data(slot, int(step), np.asarray(memoryview(data)))
+                self._on_data(self._slot_of[number], step, image)
 
 
 def _bytes(tensor: Any) -> Any:
@@ -130,14 +148,16 @@ def _bytes(tensor: Any) -> Any:
     return tf.reshape(tf.bitcast(tensor, tf.uint8), [-1])
 
 
-def _cut(slot: Bucket | Unit, contents: Sequence[Any], piece: Piece) -> list[Any]:
-    """The parts of a piece, from the bytes of each region of a slot."""
-    item = item_bytes(slot.dtype)
-    start, at, parts = piece.offset - slot.pieces[0].offset, 0, []
+def _cut(slot: Bucket | Unit, contents: Sequence[Any]) -> list[list[Any]]:
+    """For each piece of a slot its parts, from the bytes of each region."""
+    item, at = item_bytes(slot.dtype), slot.pieces[0].offset
+    parts: list[list[Any]] = [[] for _ in slot.pieces]
     for region, content in zip(slot.regions, contents, strict=True):
-        nbytes = region.size * item
-        a, b = max(start - at, 0), min(start + piece.nbytes - at, nbytes)
-        if a < b:
-            parts.append(content if b - a == nbytes else content[a:b])
-        at += nbytes
+        end = at + region.size * item
+        lengths = [min(p.offset + p.nbytes, end) - max(p.offset, at) for p in slot.pieces]
+        within = [number for number, length in enumerate(lengths) if length > 0]
+        cuts = [content] if len(within) == 1 else tf.split(content, [lengths[number] for number in within])
+        for number, cut in zip(within, cuts, strict=True):
+            parts[number].append(cut)
+        at = end
     return parts

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from mpipipe import context as running
@@ -63,8 +64,14 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         self._agreed = False  # whether all ranks have the same variables and the server's values
         self._skip_first = False
         self._passed_steps = 0
-        # Whether a step's new weights are still to be assigned, when the next one begins; a variable, for graphs.
-        self._pending: Any = None
+        # For graphs, and made before they are traced (see Bridge): the number of the step, and whether the new weights
+        # of the last one are still to be assigned.
+        with tf.init_scope():
+            self._step = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._pending = tf.Variable(False, trainable=False)
+        # Buckets whose queue holds what the variables hold, for a graph that begins with taking.
+        self._primed: set[int] = set()
+        self._void: list[Bridge] = []  # of plans that have turned out not to hold; there may be graphs that use them
         # The graphs that begin with take_weights, and whether an eager step has.
         self._took: weakref.WeakSet[Any] = weakref.WeakSet()
         self._took_eagerly = False
@@ -207,10 +214,11 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             if self._bridge is None:
                 self._connect([True] * len(self._trainable_variables))
         self._note(_STEP, [])
-        self._take_pending()
         if tf.inside_function():
+            self._take_anyway()
             self._took.add(tf.compat.v1.get_default_graph())
         else:
+            self.settle()
             self._took_eagerly = True
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -340,7 +348,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def settle(self) -> None:
         """On a client, outside of a graph: have the newest weights in the variables."""
-        if self._pending is not None and bool(self._pending):
+        if bool(self._pending):
             self._settle()
 
     def _trained(self) -> list[Any]:
@@ -416,7 +424,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         if isinstance(session, ServerSession):
             self._skip_first = session.open(lambda unit, data: self._bridge.put(unit, data))  # type: ignore[union-attr]
             assert session.engine is not None and session.plan is not None
-            self._bridge = Bridge(session.plan.units, self._trainable_variables, session.engine.updated)
+            self._bridge = Bridge(session.plan.units, self._trainable_variables, self._step, session.engine.updated)
             self._updater = Updater(self.inner, self._trainable_variables, session.plan, self._bridge)
             session.engine.start()
         else:
@@ -442,52 +450,82 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             trainer.exchange_state(self, model)
 
     def _close(self) -> None:
-        if self._bridge is not None:
-            self._bridge.close()
+        for bridge in [*self._void, self._bridge]:
+            if bridge is not None:
+                bridge.close()
 
     def _connect(self, has_gradient: list[bool]) -> None:
         """On a client: make the bridge for a plan. What began with :meth:`take_weights` of another one is void."""
-        self._close()
+        if self._bridge is not None:
+            self._void.append(self._bridge)
         session = self.session
         self._took.clear()
         self._took_eagerly = False
         self._has_gradient = has_gradient
         plan = session.plan_for(has_gradient)
-        self._bridge = Bridge(
+        bridge = Bridge(
             plan.buckets,
             self._trainable_variables,
+            self._step,
             lambda bucket, step, image: session.engine.gradient(bucket, step, image),
-            self._on_mark,
+            lambda number, step: self._on_mark(bridge, number, step),
         )
-        self._pending = tf.Variable(False, trainable=False)
-        self._settle = tf.function(self._take_pending, autograph=False)
+        self._bridge = bridge
+        self._settle = tf.function(self._take_all, autograph=False)
 
-    def _on_mark(self, number: int, step: int) -> None:
-        if number >= _ASSIGNED:
-            self.session.engine.assigned(number - _ASSIGNED)
-        else:
+    def _on_mark(self, bridge: Bridge, number: int, step: int) -> None:
+        if number in (_TAKES, _TAKES_NEW) and bridge in self._void:
+            self.settle()
+            self._prime(bridge)
+        elif number == _TAKES:
+            self._prime(bridge)
+        elif number >= _ASSIGNED:
+            bucket = number - _ASSIGNED
+            if bucket in self._primed:
+                self._primed.discard(bucket)
+            else:
+                self.session.engine.assigned(bucket)
+        elif number != _TAKES_NEW:
             kind: Kind = "step" if number == _STEP else "loss"
             self._context.recorder.mark(kind, -1, step, session=self.session.number)
 
-    def _take_pending(self) -> None:
-        """Have the new weights assigned, if there are any to come, each bucket's on its own."""
+    def _take_all(self) -> bool:
+        """Have the new weights that are to come assigned, each bucket's on its own."""
         assert self._bridge is not None
-        pending = self._pending.read_value()
         for bucket in self._bridge.slots:
-            tf.cond(pending, lambda b=bucket: self._take(b), lambda: False)
-        self._pending.assign(False)
+            self._take(bucket)
+        self._pending.assign(False, read_value=False)
+        return True
 
-    def _take(self, bucket: Any) -> bool:
+    def _take_anyway(self) -> None:
+        """In a graph, at the top of a step: have the new weights assigned, or the old ones where there are no new ones.
+
+        A branch in the graph for each bucket would take long to trace, and one for all would wait for all. So each is
+        always taken, and where nothing is to come, :meth:`_prime` gives what the variables hold.
+        """
+        assert self._bridge is not None
+        pending = tf.cast(self._pending.read_value(), tf.int64)
+        self._bridge.mark(_TAKES + pending * (_TAKES_NEW - _TAKES), [])
+        self._take_all()
+
+    def _prime(self, bridge: Bridge) -> None:
+        """On the bridge's thread, while a graph waits in :meth:`_take_anyway` and changes no variable."""
+        for bucket in bridge.slots:
+            if self._context.recorder.active:
+                self._primed.add(bucket.index)
+            values = [np.frombuffer(variable.numpy().tobytes(), np.uint8) for variable in bridge.variables_of(bucket)]
+            bridge.put(bucket.index, values[0] if len(values) == 1 else np.concatenate(values))
+
+    def _take(self, bucket: Any) -> None:
         """Wait for a bucket's new weights and assign them."""
         assert self._bridge is not None
         variables = self._bridge.variables_of(bucket)
+        values = self._bridge.take(bucket, [variable.shape for variable in variables])
         assigned = [
-            variable.assign(tf.reshape(value, variable.shape), read_value=False)
-            for variable, value in zip(variables, self._bridge.take(bucket), strict=True)
+            variable.assign(value, read_value=False) for variable, value in zip(variables, values, strict=True)
         ]
         if self._context.recorder.active:
             self._bridge.mark(_ASSIGNED + bucket.index, assigned)
-        return True
 
     def note_loss(self, loss: Any) -> None:
         """In the graph, for the timeline: the forward pass is done when there is this loss."""
@@ -525,8 +563,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             raise MpipipeError(
                 f"the variables that get a gradient have changed since the first step: {compat.names(changed)}"
             )
-        if not took:
-            self._take_pending()
+        if not took and tf.inside_function():
+            tf.cond(self._pending.read_value(), self._take_all, lambda: False)
+        elif not took:
+            self.settle()
         for bucket in self._bridge.slots:
             self._bridge.give(bucket, [tf.convert_to_tensor(grads[region.variable]) for region in bucket.regions])
         self._bridge.end_step()
@@ -545,7 +585,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             # The only Python function in this graph, so that it cannot hold up another one.
             begun = tf.numpy_function(self._wait_unless_skipped, [], tf.bool)
             begun.set_shape([])
-            tf.cond(begun, self._updater.trace_step, lambda: tf.convert_to_tensor(self.inner._iterations))
+            # A function of its own, traced once however often this graph is.
+            tf.cond(begun, self._updater.step, lambda: tf.convert_to_tensor(self.inner._iterations))
         elif self._wait_unless_skipped():
             self.serve_step()
 
@@ -556,8 +597,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         return self.wait_step()
 
 
-# The numbers of the marks on a timeline; a bucket's is that of the first one plus its own.
-_STEP, _LOSS, _ASSIGNED = 1, 2, 3
+# The numbers of marks: of the timeline, of steps that take old or new weights, and, plus its own number, of a bucket
+# whose weights have been assigned.
+_STEP, _LOSS, _TAKES, _TAKES_NEW, _ASSIGNED = 1, 2, 3, 4, 5
 
 # Attributes of the wrapped optimizer that the base class sets too.
 _SHARED = (

@@ -59,26 +59,29 @@ class Updater:
         self._bridge.end_step()
         return tf.convert_to_tensor(self._optimizer._iterations)
 
-    def _gradients(self, unit: Unit) -> list[Any]:
-        """The gradients of a unit's regions, flat, and divided by the factor by which the loss was multiplied."""
-        gradients = self._bridge.take(unit)
+    def _gradients(self, unit: Unit, shapes: Sequence[Any]) -> list[Any]:
+        """The gradients of a unit's regions, and divided by the factor by which the loss was multiplied."""
+        gradients = self._bridge.take(unit, shapes)
         factor = self._optimizer.loss_scale_factor
         return gradients if factor is None else [gradient / factor for gradient in gradients]
 
     def _shaped(self, unit: Unit) -> list[Any]:
         """The gradients of a unit of whole variables, in their shapes."""
-        variables = self._bridge.variables_of(unit)
-        flat = self._gradients(unit) if not self._whole else self._bridge.take(unit)
-        return [tf.reshape(gradient, variable.shape) for gradient, variable in zip(flat, variables, strict=True)]
+        shapes = [variable.shape for variable in self._bridge.variables_of(unit)]
+        return self._gradients(unit, shapes) if not self._whole else self._bridge.take(unit, shapes)
 
     def _update_parts(self, unit: Unit) -> None:
         """What ``Optimizer.apply`` does, for parts of variables of an optimizer that takes each element by itself."""
         new = []
-        for region, gradient in zip(unit.regions, self._gradients(unit), strict=True):
-            variable = self._variables[region.variable]
-            optimizer = compat.OptimizerOfPart(self._optimizer, variable, partial(Part, region=region))
+        variables = [self._variables[region.variable] for region in unit.regions]
+        optimizers = [
+            compat.OptimizerOfPart(self._optimizer, variable, partial(Part, region=region))
+            for variable, region in zip(variables, unit.regions, strict=True)
+        ]
+        gradients = self._gradients(unit, [optimizer.part.shape for optimizer in optimizers])
+        for variable, optimizer, gradient in zip(variables, optimizers, gradients, strict=True):
             part = optimizer.part
-            (gradient,) = self._optimizer._clip_gradients([tf.reshape(gradient, part.shape)])
+            (gradient,) = self._optimizer._clip_gradients([gradient])
             if self._optimizer.weight_decay is not None and self._optimizer._use_weight_decay(variable):
                 rate = tf.cast(self._optimizer.learning_rate, part.dtype)
                 part.assign_sub(part * tf.cast(self._optimizer.weight_decay, part.dtype) * rate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mpipipe.errors import ProtocolError
 from mpipipe.protocol.messages import (
+    AskedFor,
     CaughtUp,
     ClientCommand,
     ClientEvent,
@@ -72,6 +73,8 @@ class ClientMachine:
             return self._weights_received(event.piece.bucket, event.step)
         if isinstance(event, GradientSent):
             return self._send(self._window.done(event.piece))
+        if isinstance(event, AskedFor):
+            return self._asked_for(event.piece, event.step)
         if isinstance(event, CaughtUp):
             return self._caught_up(event.steps)
         raise ProtocolError(f"a client does not know the event {event}")
@@ -110,6 +113,12 @@ class ClientMachine:
             self._early.discard(bucket)
             commands += self._begin(bucket)
         return commands
+
+    def _asked_for(self, piece: Piece, step: int) -> list[ClientCommand]:
+        if step == self._step[piece.bucket]:  # else it has been answered long ago
+            pieces = self._plan.buckets[piece.bucket].pieces
+            self._window.hurry(other for other in pieces if other.index <= piece.index)
+        return []
 
     def _caught_up(self, steps: int) -> list[ClientCommand]:
         if steps < self.steps:

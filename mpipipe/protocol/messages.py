@@ -106,6 +106,29 @@ class SendWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class AskFor:
+    """Tell a client to send its pieces of a bucket next, up to this one: others' are in and wait for them."""
+
+    client: int
+    piece: Piece
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A client is too far ahead of others: take nothing more from it for now."""
+
+    client: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Take messages of a paused client again."""
+
+    client: int
+
+
+@dataclass(frozen=True, slots=True)
 class PhaseEnded:
     """All clients have left and all their steps are done."""
 
@@ -146,6 +169,14 @@ class WeightsReceived:
 
 
 @dataclass(frozen=True, slots=True)
+class AskedFor:
+    """The server waits for this piece of the bucket, and for those before it, while others may wait."""
+
+    piece: Piece
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class CaughtUp:
     """This client has the weights of so many steps, some of which the others did without it."""
 
@@ -174,6 +205,6 @@ class DeliverWeights:
 ServerEvent: TypeAlias = (
     GradientReceived | Reduced | Updated | WeightsSent | ClientLeft | ClientDeparted | PhaseOpened
 )
-ServerCommand: TypeAlias = StepBegan | Reduce | HandOver | SendWeights | PhaseEnded | Fail
-ClientEvent: TypeAlias = GradientReady | GradientSent | WeightsReceived | CaughtUp
+ServerCommand: TypeAlias = StepBegan | Reduce | HandOver | SendWeights | AskFor | Pause | Resume | PhaseEnded | Fail
+ClientEvent: TypeAlias = GradientReady | GradientSent | WeightsReceived | AskedFor | CaughtUp
 ClientCommand: TypeAlias = SendGradient | DeliverWeights

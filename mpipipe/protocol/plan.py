@@ -265,7 +265,7 @@ def _aligned(specs: Sequence[VariableSpec], at: int, piece_bytes: int) -> int:
         if at < before + spec.nbytes:
             block = spec.nbytes
             for length in spec.shape:
-                if block <= piece_bytes // 8:
+                if block <= piece_bytes:
                     break
                 block //= length
             return before + round((at - before) / block) * block

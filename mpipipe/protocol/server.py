@@ -26,7 +26,7 @@ from mpipipe.protocol.messages import (
     WeightsSent,
 )
 from mpipipe.protocol.plan import Piece, Plan
-from mpipipe.protocol.schedule import SendWindow
+from mpipipe.protocol.schedule import Pacer, SendWindow
 
 
 class ServerMachine:
@@ -34,7 +34,7 @@ class ServerMachine:
 
     A client takes part in a step unless it has left before it. A step that one client has begun is completed with all
     that take part in it, piece by piece, whatever the order in which gradients arrive. Each client has a credit of its
-    own: one that is slow to take its weights holds up nobody else's.
+    own: one that is slow to take its weights holds up nobody else's. See ``Pacer`` for what keeps them side by side.
     """
 
     def __init__(self, plan: Plan, clients: Iterable[int], credit_bytes: int) -> None:
@@ -42,6 +42,8 @@ class ServerMachine:
         # All clients, in rank order: the order of summation.
         self._clients = tuple(sorted(clients))
         self._windows = {client: SendWindow(credit_bytes) for client in self._clients}
+        self._slack_bytes = credit_bytes // 2  # by how much one client may be ahead of another
+        self._pacer = Pacer(plan, self._clients, self._slack_bytes)
         # The step for which each piece gathers gradients. It advances when the piece is reduced.
         self._gathering = [0] * len(plan.pieces)
         # The clients whose gradient of that step is in.
@@ -87,7 +89,7 @@ class ServerMachine:
             return self._updated(event.unit, event.step)
         if isinstance(event, WeightsSent):
             started = self._windows[event.client].done(event.piece)
-            return self._send(event.client, started) + self._end_of_phase()
+            return self._send(event.client, started) + self._share() + self._end_of_phase()
         if isinstance(event, ClientLeft):
             return self._client_left(event.client, event.steps)
         if isinstance(event, ClientDeparted):
@@ -110,7 +112,7 @@ class ServerMachine:
         if step >= self._left.get(client, step + 1):
             raise ProtocolError(f"rank {client} sent {what} after it had left")
         self._arrived[piece.index].add(client)
-        commands: list[ServerCommand] = []
+        commands: list[ServerCommand] = [*self._pacer.received(client, piece, step)]
         if step == self._began:
             self._began += 1
             commands.append(StepBegan(step))
@@ -136,13 +138,14 @@ class ServerMachine:
         if piece.index not in self._reducing:
             raise ProtocolError(f"piece {piece.index} was reduced without being asked for")
         self._reducing.discard(piece.index)
+        commands: list[ServerCommand] = [*self._pacer.reduced(piece, self._arrived[piece.index])]
         self._arrived[piece.index] = set()
         self._gathering[piece.index] += 1
         unit = self._plan.unit_of[piece.index]
         self._unreduced[unit] -= 1
-        if self._unreduced[unit]:
-            return []
-        return [HandOver(unit, self._updating[unit])]
+        if not self._unreduced[unit]:
+            commands.append(HandOver(unit, self._updating[unit]))
+        return commands
 
     def _updated(self, unit: int, step: int) -> list[ServerCommand]:
         if self._unreduced[unit] or step != self._updating[unit]:
@@ -155,7 +158,18 @@ class ServerMachine:
         for client in self._clients:
             if self._takes_part(client, step):
                 commands += self._send(client, self._windows[client].push(pieces, priority))
-        return commands + self._end_of_phase()
+        return commands + self._share() + self._end_of_phase()
+
+    def _share(self) -> list[ServerCommand]:
+        """Give more of the outgoing link to clients that have got less of it: TCP alone lets the shares drift apart.
+
+        The others still get one piece at a time, so that a client that takes nothing holds nobody up.
+        """
+        most = max(window.backlog for window in self._windows.values())
+        commands: list[ServerCommand] = []
+        for client, window in self._windows.items():
+            commands += self._send(client, window.one_by_one(window.backlog < most - self._slack_bytes))
+        return commands
 
     def _send(self, client: int, pieces: Iterable[Piece]) -> list[ServerCommand]:
         return [SendWeights(client, piece, self._updating[self._plan.unit_of[piece.index]] - 1) for piece in pieces]

@@ -11,8 +11,10 @@ Buffers are C-contiguous arrays of bytes and must stay untouched until ``done``.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,10 +49,45 @@ def hold(buffer: Buffer) -> None:
     """Keep a buffer alive until its message has left: a callback that owns it."""
 
 
+class _Listener:
+    """The receives for one rank: each that is filled is posted again, at once or, after a pause, at its end."""
+
+    def __init__(self, post: Callable[[Buffer, Done], None], pool: Pool, on_message: OnMessage) -> None:
+        self._post, self._pool, self._on_message = post, pool, on_message
+        self._lock = threading.Lock()  # what arrives does so on another thread
+        self._paused = False
+        self._left_out = 0
+
+    def post(self) -> None:
+        buffer = self._pool.take()
+        self._post(buffer, lambda: self._arrived(buffer))
+
+    def pause(self) -> None:
+        with self._lock:
+            self._paused = True
+
+    def resume(self) -> None:
+        with self._lock:
+            self._paused = False
+            left_out, self._left_out = self._left_out, 0
+        for _ in range(left_out):
+            self.post()
+
+    def _arrived(self, buffer: Buffer) -> None:
+        with self._lock:
+            paused = self._paused
+            self._left_out += paused
+        if not paused:
+            self.post()
+        self._on_message(buffer)
+
+
 class Channel(ABC):
     """The messages of one optimizer."""
 
-    _pool: Pool | None = None  # of the buffers that listen hands out
+    def __init__(self) -> None:
+        self._pool: Pool | None = None  # of the buffers that listen hands out
+        self._listeners: dict[int, _Listener] = {}  # by rank
 
     @abstractmethod
     def isend(self, dest: int, tag: int, buffer: Buffer, done: Done) -> None:
@@ -76,19 +113,18 @@ class Channel(ABC):
             on_message: called with each message's buffer, which may be longer than the message. Whoever is called
                 gives it back by :meth:`release`.
         """
-        pool = self._pool = self._pool or Pool(nbytes)
-
-        def post() -> None:
-            buffer = pool.take()
-
-            def arrived() -> None:
-                post()
-                on_message(buffer)
-
-            self._post(source, buffer, arrived)
-
+        self._pool = self._pool or Pool(nbytes)
+        self._listeners[source] = _Listener(partial(self._post, source), self._pool, on_message)
         for _ in range(depth):
-            post()
+            self._listeners[source].post()
+
+    def pause(self, source: int) -> None:
+        """Post no further receives for a rank that is listened to; those that are posted may still be filled."""
+        self._listeners[source].pause()
+
+    def resume(self, source: int) -> None:
+        """Post the receives that have been left out since :meth:`pause`."""
+        self._listeners[source].resume()
 
     def release(self, buffer: Buffer) -> None:
         """Give back a buffer that :meth:`listen` has handed out. From any thread."""

@@ -195,6 +195,7 @@ class InprocChannel(Channel):
     """A channel of an :class:`InprocTransport`."""
 
     def __init__(self, network: Network, rank: int, number: int) -> None:
+        super().__init__()
         self._network, self._rank, self._number = network, rank, number
 
     def isend(self, dest: int, tag: int, buffer: Buffer, done: Done) -> None:

@@ -24,8 +24,9 @@ from mpipipe.transport.base import Buffer, Channel, Done, OnControl, Transport, 
 
 # Seconds between polls: the shortest, after something happened; the longest while messages come and go, and when
 # there has been none for a while.
-_NAP, _LONGEST_NAP, _IDLE_NAP = 50e-6, 2e-3, 10e-3
+_NAP, _LONGEST_NAP, _IDLE_NAP = 100e-6, 2e-3, 10e-3
 _IDLE_AFTER = 1.0  # seconds
+_PROBE_EVERY = 1e-3  # seconds between looks for control messages, which are few and in no hurry: each look costs a poll
 _CONTROL_TAG = 1
 
 _Call = Callable[[], None]
@@ -108,10 +109,12 @@ class MPITransport(Transport):
         self._is_receive.append(receive)
 
     def _run(self) -> None:
-        nap, last = _NAP, time.monotonic()
+        nap, last, probed = _NAP, time.monotonic(), 0.0
         while True:
             busy = self._complete()
-            busy |= self._take_control()
+            if (now := time.monotonic()) - probed >= _PROBE_EVERY:
+                probed = now
+                busy |= self._take_control()
             if not busy and self._closing and self._calls.empty() and all(self._is_receive):
                 break
             try:
@@ -166,6 +169,7 @@ class MPIChannel(Channel):
     """A channel, with a communicator of its own."""
 
     def __init__(self, transport: MPITransport, communicator: MPI.Intracomm) -> None:
+        super().__init__()
         self._transport = transport
         self._communicator = communicator
 

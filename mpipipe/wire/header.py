@@ -1,4 +1,7 @@
-"""What stands before the elements of a piece on the wire: the step it belongs to, and its number."""
+"""What stands before the elements of a piece on the wire: the step it belongs to, and its number.
+
+A message without elements asks for the piece. Its number is then written as -1 minus it.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,13 @@ def read(message: NDArray[np.uint8]) -> tuple[int, int]:
 def write(message: NDArray[np.uint8], step: int, piece: int) -> None:
     """Write (step, piece index) at the start of a message."""
     message[:HEADER_BYTES].view(np.int64)[:] = step, piece
+
+
+def question(step: int, piece: int) -> NDArray[np.uint8]:
+    """The message that asks for a piece."""
+    message = np.empty(HEADER_BYTES, dtype=np.uint8)
+    write(message, step, -1 - piece)
+    return message
 
 
 def message_of(image: NDArray[np.uint8], pieces: Sequence[Piece], piece: Piece) -> NDArray[np.uint8]:

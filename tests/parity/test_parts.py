@@ -44,7 +44,8 @@ def train_by_parts(optimizer, trained, dtype):
     plan = make_plan(specs, [True] * len(specs), piece_bytes=1024, fuse_bytes=0, max_buckets=10, divisible=True)
     assert len(plan.units) > 5
     given = {}
-    bridge = Bridge(plan.units, trained, lambda unit, step, image: given.__setitem__((step, unit), image.copy()))
+    number = tf.Variable(0, dtype=tf.int64)
+    bridge = Bridge(plan.units, trained, number, lambda unit, step, image: given.__setitem__((step, unit), image.copy()))
     updater = Updater(optimizer, trained, plan, bridge)
     for step in range(STEPS):
         for bucket in plan.buckets:

@@ -19,6 +19,7 @@ from mpipipe.protocol.plan import Piece, Plan
 from mpipipe.protocol.server import ServerMachine
 
 Action = Callable[[], None]
+Message = tuple[int, bool]  # its step, and whether it only asks for the piece
 
 # When a client's training loop has a bucket's next gradient: when the bucket's weights are in; when all weights are
 # in, as a training step that reads all of them at once does; or one step ahead of the weights, where a gradient does
@@ -34,9 +35,16 @@ class Window:
         self._plan, self._credit = plan, credit_bytes
         self.waiting: set[Piece] = set()
         self.under_way: list[Piece] = []
+        self.hurried: set[Piece] = set()  # of those that wait
+        self.one_by_one = False  # since the last event, and still
+        self.turning = False  # whether that changes with the event that is being handled
+
+    @property
+    def backlog(self) -> int:
+        return sum(piece.nbytes for piece in (*self.waiting, *self.under_way))
 
     def _urgency(self, piece: Piece) -> tuple[int, int]:
-        return self._plan.buckets[piece.bucket].priority, piece.index
+        return -1 if piece in self.hurried else self._plan.buckets[piece.bucket].priority, piece.index
 
     def ready(self, pieces: Iterable[Piece]) -> None:
         """These pieces may be sent."""
@@ -50,9 +58,15 @@ class Window:
         first = min(self.waiting, key=self._urgency)
         assert piece is first, f"{piece} overtakes {first}, which is more urgent"
         self.waiting.remove(piece)
+        self.hurried.discard(piece)
         self.under_way.append(piece)
         total = sum(piece.nbytes for piece in self.under_way)
         assert total <= self._credit or len(self.under_way) == 1, f"{total} bytes under way: {self.under_way}"
+        assert not self.one_by_one or self.turning or len(self.under_way) == 1, f"not one by one: {self.under_way}"
+
+    def hurry(self, pieces: Iterable[Piece]) -> None:
+        """The receiver asks for these pieces."""
+        self.hurried |= self.waiting & set(pieces)
 
     def end(self, piece: Piece) -> None:
         """It has arrived."""
@@ -63,7 +77,8 @@ class Window:
         if self.waiting:
             first = min(self.waiting, key=self._urgency)
             total = sum(piece.nbytes for piece in self.under_way)
-            assert self.under_way and total + first.nbytes > self._credit, f"{first} waits for nothing"
+            may_go = not self.one_by_one and total + first.nbytes <= self._credit
+            assert self.under_way and not may_go, f"{first} waits for nothing"
 
 
 class SimulatedClient:
@@ -101,6 +116,7 @@ class Simulation:
         departing: the clients that, after the last phase, end their scripts instead of leaving the phase.
         inexact: whether clients catch up at the end of a phase that they have done to its end too, as they do where
             the weights were sent in a narrow format.
+        posted: how many messages of a client still come when it is to pause.
     """
 
     def __init__(
@@ -114,9 +130,10 @@ class Simulation:
         overlap: bool = True,
         departing: Collection[int] = (),
         inexact: bool = False,
+        posted: int = 0,
     ) -> None:
         self.plan, self.credit_bytes, self.pace, self.overlap = plan, credit_bytes, pace, overlap
-        self.departing, self._inexact = departing, inexact
+        self.departing, self._inexact, self._posted = departing, inexact, posted
         self.random = random.Random(seed)
         self.phases = len(steps[0])
         self.clients = {rank: SimulatedClient(self, rank, own) for rank, own in enumerate(steps, start=1)}
@@ -132,11 +149,14 @@ class Simulation:
 
         # The network. Messages by (source, dest, tag), each with its step: sent, and taken and not yet noticed.
         self._pool: list[Action] = []
-        self._sent: dict[tuple[int, int, int], deque[int]] = defaultdict(deque)
-        self._taken: dict[tuple[int, int, int], deque[int]] = defaultdict(deque)
+        self._sent: dict[tuple[int, int, int], deque[Message]] = defaultdict(deque)
+        self._taken: dict[tuple[int, int, int], deque[Message]] = defaultdict(deque)
         self._control: dict[tuple[int, int], deque[Action]] = defaultdict(deque)  # by (source, dest)
         self._held: Callable[[str, int, int, int], bool] = lambda *_: False
         self._waiting_actions: list[Action] = []
+        # For each client that is to pause: how many of its messages still come, and what happens after the pause.
+        self._still_come: dict[int, int] = {}
+        self._put_off: dict[int, list[Action]] = {}
         self._changed_steps: Callable[[Any], int] = lambda event: 0
         self.events = 0
 
@@ -149,6 +169,8 @@ class Simulation:
         self.steps_begun: list[int] = []
         self.phases_ended: list[int] = []
         self.caught_up: dict[int, list[int]] = {rank: [] for rank in self.clients}
+        self.pauses = 0
+        self.asked: set[tuple[int, int, int]] = set()  # (client, piece, step)
         self.failures: list[str] = []
 
         for client in self.clients.values():
@@ -159,7 +181,7 @@ class Simulation:
     def hold(self, which: Callable[[str, int, int, int], bool]) -> None:
         """From now on keep back every ("gradient" or "weights", client, bucket, step) for which this is true.
 
-        A gradient is kept from being ready, weights are kept on their way to the client.
+        A gradient is kept from being ready, weights (and questions: "question") are kept on their way to the client.
         """
         self._held = which
 
@@ -201,7 +223,7 @@ class Simulation:
             for window in (client.sending, client.receiving):
                 assert not window.waiting and not window.under_way
         assert not any(self._sent.values()) and not any(self._taken.values()) and not any(self._control.values())
-        assert not self._buffers
+        assert not self._buffers and not self._still_come and not self._put_off
 
     def where(self) -> str:
         """Where everybody stands."""
@@ -275,11 +297,14 @@ class Simulation:
         self.events += 1
         if isinstance(event, m.GradientSent):
             client.sending.end(event.piece)
+        elif isinstance(event, m.AskedFor) and event.step == client.step[event.piece.bucket]:
+            pieces = self.plan.buckets[event.piece.bucket].pieces
+            client.sending.hurry(piece for piece in pieces if piece.index <= event.piece.index)
         for command in client.machine.handle(self._falsified(event)):
             if isinstance(command, m.SendGradient):
                 assert command.step == client.step[command.piece.bucket]
                 client.sending.begin(command.piece)
-                self._send(client.rank, 0, command.piece, command.step)
+                self._send(client.rank, 0, command.piece, (command.step, False))
             else:
                 assert isinstance(command, m.DeliverWeights)
                 self._deliver(client, command.bucket, command.step)
@@ -311,12 +336,21 @@ class Simulation:
         elif isinstance(event, m.Updated):
             for client in self.participants[event.step]:
                 self.clients[client].receiving.ready(self.plan.units[event.unit].pieces)
+        self._share()
         for command in self.server.handle(self._falsified(event)):
             self._carry_out(command)
         for client in self.clients.values():
             client.receiving.check()
         if isinstance(event, m.ClientLeft | m.ClientDeparted):
             assert event.client not in self.server.waiting_for(), "the server waits for a client that has gone"
+
+    def _share(self) -> None:
+        """Clients that have got half a credit more than another one get their weights one by one."""
+        windows = [client.receiving for client in self.clients.values()]
+        most = max(window.backlog for window in windows)
+        for window in windows:
+            one_by_one = window.backlog < most - self.credit_bytes // 2
+            window.turning, window.one_by_one = window.one_by_one != one_by_one, one_by_one
 
     def _carry_out(self, command: m.ServerCommand) -> None:
         if isinstance(command, m.StepBegan):
@@ -329,12 +363,39 @@ class Simulation:
             unit = self.plan.unit_of[command.piece.index]
             assert self._versions[unit] == command.step, "weights of another step than the newest are sent"
             self.clients[command.client].receiving.begin(command.piece)
-            self._send(0, command.client, command.piece, command.step)
+            self._send(0, command.client, command.piece, (command.step, False))
+        elif isinstance(command, m.AskFor):
+            self._ask(command)
+        elif isinstance(command, m.Pause):
+            assert command.client not in self._still_come, "a client that pauses is to pause"
+            self.pauses += 1
+            self._still_come[command.client] = self._posted
+        elif isinstance(command, m.Resume):
+            del self._still_come[command.client]  # it has paused
+            self._pool += self._put_off.pop(command.client, [])
         elif isinstance(command, m.PhaseEnded):
             self._end_phase(command.steps)
         else:
             assert isinstance(command, m.Fail)
             self.failures.append(command.message)
+
+    def _ask(self, command: m.AskFor) -> None:
+        pieces = self.plan.buckets[command.piece.bucket].pieces
+        assert command.step == min(self.server.step_of(piece) for piece in pieces), "of another step than the present"
+        come = {rank: self._come(rank, pieces, command.step) for rank in self.clients}
+        assert 0 < come[command.client] < max(come.values()), f"rank {command.client} has sent as much as others"
+        assert command.piece == pieces[max(come.values()) - 1]
+        question = command.client, command.piece.index, command.step
+        assert question not in self.asked, "a question is asked twice"
+        self.asked.add(question)
+        self._send(0, command.client, command.piece, (command.step, True))
+
+    def _come(self, client: int, pieces: Iterable[Piece], step: int) -> int:
+        """How many of these pieces have come from a client, those included that have been summed."""
+        return sum(
+            self.counted[client, piece.index, step] or self._buffers.get((client, piece.index)) == step
+            for piece in pieces
+        )
 
     def _reduce(self, command: m.Reduce) -> None:
         piece, step = command.piece, command.step
@@ -379,23 +440,32 @@ class Simulation:
 
     # ---------------------------------------------------------------------------------------------------- the network
 
-    def _send(self, source: int, dest: int, piece: Piece, step: int) -> None:
+    def _send(self, source: int, dest: int, piece: Piece, message: Message) -> None:
         key = source, dest, piece.index
-        self._sent[key].append(step)
+        self._sent[key].append(message)
         self._pool.append(lambda: self._match(key, piece))
 
     def _match(self, key: tuple[int, int, int], piece: Piece) -> None:
         """A message meets a receive: from now on both sides may notice, in any order."""
         source, dest, _ = key
-        if source == 0 and self._held("weights", dest, piece.bucket, self._sent[key][0]):
+        step, asks = self._sent[key][0]
+        if source == 0 and self._held("question" if asks else "weights", dest, piece.bucket, step):
             self._waiting_actions.append(lambda: self._match(key, piece))
+            return
+        if self._pauses(source, lambda: self._match(key, piece)):
             return
         self._taken[key].append(self._sent[key].popleft())
 
         def received() -> None:
-            step = self._taken[key].popleft()
+            if self._pauses(source, received):
+                return
+            if source in self._still_come:
+                self._still_come[source] -= 1
+            step, asks = self._taken[key].popleft()
             if dest == 0:
                 self._feed_server(m.GradientReceived(source, piece, step))
+            elif asks:
+                self._feed_client(self.clients[dest], m.AskedFor(piece, step))
             else:
                 client = self.clients[dest]
                 client.arriving[piece.bucket].append((step, piece.index))
@@ -407,7 +477,14 @@ class Simulation:
             else:
                 self._feed_client(self.clients[source], m.GradientSent(piece))
 
-        self._pool += [received, sent]
+        self._pool += [received] if asks else [received, sent]
+
+    def _pauses(self, source: int, action: Action) -> bool:
+        """Whether a rank pauses; what would have happened then does so after the pause."""
+        if self._still_come.get(source, 1) > 0:
+            return False
+        self._put_off.setdefault(source, []).append(action)
+        return True
 
     def _say(self, source: int, dest: int, action: Action) -> None:
         """A control message: those between two ranks arrive in order."""
