@@ -294,9 +294,7 @@ def _wanted(row: Row, settings: Settings) -> list[Column]:
     return [column for column in there if column.title in chosen | needed | always]
 
 
-def _start(
-    row: Row, settings: Settings, place: hosts.Place, shape: shapes.Shape, names: set[str]
-) -> dict[str, Team]:
+def _start(row: Row, settings: Settings, place: hosts.Place, shape: shapes.Shape, names: set[str]) -> dict[str, Team]:
     same = hosts.mpipipes_settings()
     mpi = hosts.openmpi() if row.mpi == "openmpi" else hosts.mpich(settings.mpich)
     launches: dict[str, tuple[str, str, hosts.Launch, dict[str, str]]] = {

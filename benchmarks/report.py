@@ -38,9 +38,7 @@ def lines(result: dict[str, Any]) -> list[str]:
                 f"{result['title']:34} {result['bytes'] / 1e6:5.1f} {result['batch']:6} {result['computing']:6.3f} "
                 f"{result['wire']['server']:6.3f} {result['ratio']:5.2f}"
             )
-        numbers = " ".join(
-            f"{entry[key]:6.3f}" if key in entry else "     -" for key in _NUMBERS
-        )
+        numbers = " ".join(f"{entry[key]:6.3f}" if key in entry else "     -" for key in _NUMBERS)
         ratios = " ".join(f"{entry[key]:10.2f}" if key in entry else f"{'':10}" for key in ("efficiency", "faster"))
         text.append(f"{head:67}   {title:20} {numbers} {ratios}".rstrip())
     text += [f"{'':67}   {name}: failed" for name in result["failed"]]

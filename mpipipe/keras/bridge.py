@@ -69,8 +69,8 @@ class Bridge:
         """In the graph: hand over one tensor for each of a slot's regions, as soon as all of them are there."""
         contents = [_bytes(tf.cast(tensor, slot.dtype)) for tensor in tensors]
         parts = []
-        for header, of_piece in zip(self._headers(slot), _cut(slot, contents), strict=True):
-            parts += [header, *of_piece]
+        for head, of_piece in zip(self._headers(slot), _cut(slot, contents), strict=True):
+            parts += [head, *of_piece]
         self._enqueue(self._handles[slot.index], tf.concat(parts, axis=0))
 
     def end_step(self) -> None:
@@ -95,7 +95,7 @@ class Bridge:
             self._enqueue(handle, _bytes(header))
 
     def take(self, slot: Bucket | Unit, shapes: Sequence[Any]) -> list[Any]:
-        """In the graph: wait for a slot's next elements; returns a tensor of the given shape for each of its regions."""
+        """In the graph: wait for a slot's next elements; returns a tensor of a given shape for each region."""
         (data,) = tf.raw_ops.QueueDequeueV2(handle=self._taken[slot.index].queue_ref, component_types=[tf.uint8])
         item = item_bytes(slot.dtype)
         if len(shapes) > 1:

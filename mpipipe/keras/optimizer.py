@@ -521,9 +521,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         assert self._bridge is not None
         variables = self._bridge.variables_of(bucket)
         values = self._bridge.take(bucket, [variable.shape for variable in variables])
-        assigned = [
-            variable.assign(value, read_value=False) for variable, value in zip(variables, values, strict=True)
-        ]
+        assigned = [variable.assign(value, read_value=False) for variable, value in zip(variables, values, strict=True)]
         if self._context.recorder.active:
             self._bridge.mark(_ASSIGNED + bucket.index, assigned)
 

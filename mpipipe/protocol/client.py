@@ -115,10 +115,10 @@ class ClientMachine:
         return commands
 
     def _asked_for(self, piece: Piece, step: int) -> list[ClientCommand]:
-        if step == self._step[piece.bucket]:  # else it has been answered long ago
-            pieces = self._plan.buckets[piece.bucket].pieces
-            self._window.hurry(other for other in pieces if other.index <= piece.index)
-        return []
+        if step != self._step[piece.bucket]:
+            return []  # it has been answered long ago
+        pieces = self._plan.buckets[piece.bucket].pieces
+        return self._send(self._window.hurry(other for other in pieces if other.index <= piece.index))
 
     def _caught_up(self, steps: int) -> list[ClientCommand]:
         if steps < self.steps:

@@ -202,9 +202,7 @@ class DeliverWeights:
     step: int
 
 
-ServerEvent: TypeAlias = (
-    GradientReceived | Reduced | Updated | WeightsSent | ClientLeft | ClientDeparted | PhaseOpened
-)
+ServerEvent: TypeAlias = GradientReceived | Reduced | Updated | WeightsSent | ClientLeft | ClientDeparted | PhaseOpened
 ServerCommand: TypeAlias = StepBegan | Reduce | HandOver | SendWeights | AskFor | Pause | Resume | PhaseEnded | Fail
 ClientEvent: TypeAlias = GradientReady | GradientSent | WeightsReceived | AskedFor | CaughtUp
 ClientCommand: TypeAlias = SendGradient | DeliverWeights

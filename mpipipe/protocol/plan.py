@@ -186,7 +186,8 @@ def make_plan(
         fuse_bytes: neighbouring groups are fused as long as they stay within this size (0: never).
         max_buckets: neighbours are fused beyond ``fuse_bytes`` where there would be more buckets than this.
         divisible: whether the server may update a bucket piece by piece. Pieces then end where a block of a variable
-            does (a row, say), and may be a little longer than ``piece_bytes``.
+            does (a row, say), which moves each end by up to half of ``piece_bytes``: some pieces are shorter, and some
+            may be almost twice as long as that.
     """
     variables, has_gradient = tuple(variables), tuple(has_gradient)
     if len(variables) != len(has_gradient):
@@ -257,8 +258,9 @@ def _ends(specs: Sequence[VariableSpec], piece_bytes: int, divisible: bool) -> l
 def _aligned(specs: Sequence[VariableSpec], at: int, piece_bytes: int) -> int:
     """The end of a block of a variable next to a place in a bucket.
 
-    A block is what a few leading indices leave of a variable, such as a row, and much smaller than a piece: the server
-    takes pieces out of variables and puts them back block by block.
+    A block is what a few leading indices leave of a variable, such as a row: the largest that is no longer than
+    ``piece_bytes``. The end of the nearest one is at most half a block away. The server takes pieces out of variables
+    and puts them back block by block, so the fewer and larger the blocks, the better.
     """
     before = 0
     for spec in specs:

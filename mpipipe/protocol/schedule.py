@@ -51,11 +51,12 @@ class SendWindow:
             heapq.heappush(self._waiting, (priority, piece.index, piece))
         return self._start()
 
-    def hurry(self, pieces: Iterable[Piece]) -> None:
-        """Those of these pieces that wait go before all others."""
+    def hurry(self, pieces: Iterable[Piece]) -> list[Piece]:
+        """Those of these pieces that wait go before all others; returns pieces that may start now."""
         for piece in pieces:
             if piece.index in self._ready:
                 heapq.heappush(self._waiting, (-1, piece.index, piece))
+        return self._start()
 
     def done(self, piece: Piece) -> list[Piece]:
         """A piece has arrived: returns the pieces that may start in its place."""
@@ -89,6 +90,8 @@ class SendWindow:
             self._started[piece.index] += 1
             self._under_way += piece.nbytes
             started.append(piece)
+        if not self._ready:
+            self._waiting.clear()  # what is left has gone already, and must not stand for a piece's next step
         return started
 
 
@@ -98,8 +101,9 @@ class Pacer:
     The server can only sum a piece when every client's is in. What a client sends before others send the same is no use
     to anybody, but takes its share of the server's incoming link, while the outgoing one has nothing to do. So:
 
-    * A client that has sent much more than another, which is still sending, pauses. Left to themselves the shares of the
-      link are unequal and stay so: whoever gets less also gets the words of arrival later that allow it to send more.
+    * A client that has sent much more than another, which is still sending, pauses. Left to themselves the shares of
+      the link are unequal and stay so: whoever gets less also gets the words of arrival later that allow it to send
+      more.
     * A client that has turned to a more urgent bucket is asked for those pieces of the last one that others have sent
       before they turned. Each turns at the moment when it has computed the more urgent one, so hardly ever at the
       same piece.

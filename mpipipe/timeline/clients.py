@@ -143,9 +143,7 @@ def _times(timeline: Timeline, client: int, kind: Literal["received", "assigned"
     return times
 
 
-def _reasons(
-    timeline: Timeline, client: int, bucket: int, step: int, start: float, end: float
-) -> tuple[Reason, ...]:
+def _reasons(timeline: Timeline, client: int, bucket: int, step: int, start: float, end: float) -> tuple[Reason, ...]:
     """Where the piece of a bucket that came last to a client was between two times."""
     reasons = []
     for cause, rank, until in _way(timeline, client, bucket, step):

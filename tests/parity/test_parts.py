@@ -45,7 +45,9 @@ def train_by_parts(optimizer, trained, dtype):
     assert len(plan.units) > 5
     given = {}
     number = tf.Variable(0, dtype=tf.int64)
-    bridge = Bridge(plan.units, trained, number, lambda unit, step, image: given.__setitem__((step, unit), image.copy()))
+    bridge = Bridge(
+        plan.units, trained, number, lambda unit, step, image: given.__setitem__((step, unit), image.copy())
+    )
     updater = Updater(optimizer, trained, plan, bridge)
     for step in range(STEPS):
         for bucket in plan.buckets:

@@ -192,7 +192,7 @@ class Simulation:
         self._waiting_actions = []
 
     def falsify(self, change: Callable[[Any], int]) -> None:
-        """Change the step of every event that has one, by this much."""
+        """Change the step of every event that has one, by this much; but for questions, which may be old."""
         self._changed_steps = change
 
     def run(self) -> None:
@@ -492,7 +492,8 @@ class Simulation:
         self._pool.append(lambda: self._control[source, dest].popleft()())
 
     def _falsified(self, event: Any) -> Any:
-        change = self._changed_steps(event) if hasattr(event, "step") else 0
+        has_step = hasattr(event, "step") and not isinstance(event, m.AskedFor)
+        change = self._changed_steps(event) if has_step else 0
         return replace(event, step=event.step + change) if change else event
 
 

@@ -144,6 +144,12 @@ class Watched(Channel):
         buffer[:] = POISON
         self._channel.release(buffer)
 
+    def pause(self, source: int) -> None:
+        self._channel.pause(source)
+
+    def resume(self, source: int) -> None:
+        self._channel.resume(source)
+
     def _post(self, source: int, buffer: Buffer, done: Done) -> None:
         raise AssertionError("the other channel listens")
 
@@ -616,6 +622,56 @@ def test_a_client_that_takes_none_of_its_weights_does_not_hold_up_another():
         held.clear()
         wire.network.look_again()
         assert sorted(late.get(timeout=SECONDS) for _ in plan.pieces) == sorted(got)
+
+
+def test_a_client_that_is_asked_for_pieces_sends_them_next():
+    plan, held = plan_of([4, 1024], piece_bytes=1024), {True}
+    small, *large = plan.pieces
+    with Wire(plan, hold=lambda source, dest, tag: source == 1 and bool(held)) as wire:
+        client, come = wire.client(credit_bytes=1024), threading.Event()
+        for bucket in (1, 0):
+            data = np.zeros(plan.buckets[bucket].nbytes, np.uint8)
+            client.gradient(bucket, 0, image_of(plan.buckets[bucket].pieces, 0, data))
+        wire.channels[0].isend(1, large[2].index, header.question(0, large[2].index), come.set)
+        assert come.wait(SECONDS)
+        held.clear()
+        wire.network.look_again()
+        order = [wire.came.get(timeout=SECONDS)[:2] for _ in plan.pieces]
+        assert order == [(0, piece.index) for piece in (*large[:3], small, large[3])]
+
+
+def test_a_server_asks_a_client_that_has_turned_away_for_what_another_one_has_sent():
+    plan = plan_of([512, 1024], piece_bytes=1024)
+    first, second = plan.buckets[0].pieces[0], plan.buckets[1].pieces[0]
+    with Wire(plan, size=3) as wire:
+        wire.server()
+        for piece in (second, first):
+            wire.send(1, 0, piece.index, 0)
+        for piece in plan.buckets[1].pieces[:2]:
+            wire.send(2, 0, piece.index, 0)
+        step, number, _ = wire.came.get(timeout=SECONDS)
+        assert (step, -1 - number) == (0, plan.buckets[1].pieces[1].index)
+
+
+def test_a_server_takes_nothing_more_of_a_client_that_is_far_ahead_until_the_other_has_caught_up():
+    plan = plan_of([30 * 256], piece_bytes=1024)
+    with Wire(plan, size=3, delay=0.01) as wire:
+        wire.server(credit_bytes=2048)
+        wire.send(1, 0, 0, 0)
+        sent = threading.Semaphore(0)
+        for piece in plan.pieces:
+            message = image_of([piece], 0, np.zeros(piece.nbytes, np.uint8))
+            wire.channels[2].isend(0, piece.index, message, sent.release)
+        time.sleep(0.6)  # twice as long as it takes to take everything
+        come = 0
+        while sent.acquire(blocking=False):
+            come += 1
+        assert 0 < come < len(plan.pieces) // 2
+        for piece in plan.pieces[1:]:
+            wire.send(1, 0, piece.index, 0)
+        assert wire.delivered.get(timeout=SECONDS)[0] == 0
+        for _ in range(len(plan.pieces) - come):
+            assert sent.acquire(timeout=SECONDS)
 
 
 def test_a_server_to_which_nothing_comes_says_every_second_who_owes_what():

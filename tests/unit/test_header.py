@@ -26,6 +26,15 @@ def test_a_message_without_elements_has_a_header():
     assert header.read(message) == (3, 4)
 
 
+@pytest.mark.parametrize("step,piece", [(0, 0), (1, 32766), (2**62, 7)])
+def test_a_question_can_be_told_from_the_piece_that_it_asks_for(step, piece):
+    message = header.question(step, piece)
+    assert message.nbytes == HEADER_BYTES
+    read_step, number = header.read(message)
+    assert number < 0, "it reads as a piece"
+    assert (read_step, -1 - number) == (step, piece)
+
+
 def test_a_header_can_be_anywhere_in_memory():
     memory = np.zeros(3 * HEADER_BYTES, np.uint8)
     header.write(memory[3:], 12, 34)

@@ -159,6 +159,66 @@ def test_no_more_messages_are_taken_at_a_time_than_receives_are_posted(network):
     assert [got.get(timeout=SECONDS) for _ in range(3)] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_while_a_rank_is_paused_no_more_comes_from_it_than_receives_are_posted_and_then_everything(
+    network, seed, depth
+):
+    a, b = (transport.open_channel() for transport in network(2, seed=seed).transports)
+    listener, got = Listener(b, [0], depth), []
+
+    def take(times: int) -> None:
+        for _ in range(times):
+            buffer = listener.take()
+            got.append(int(buffer[0]))
+            b.release(buffer)
+
+    b.pause(0)
+    for value in range(12):
+        a.isend(1, value % 3, number(value), lambda: None)
+    take(depth)
+    with pytest.raises(queue.Empty):
+        listener.got.get(timeout=0.05)
+    b.resume(0)
+    take(12 - depth)
+    assert sorted(got) == list(range(12))
+    for tag in range(3):
+        assert [value for value in got if value % 3 == tag] == list(range(tag, 12, 3))
+
+
+def test_after_a_pause_as_many_receives_are_posted_as_before(network):
+    a, b = (transport.open_channel() for transport in network(2).transports)
+    listener = Listener(b, [0], depth=2)
+    for _ in range(3):
+        b.pause(0)
+        b.resume(0)  # nothing has come in between
+        b.pause(0)
+        b.pause(0)
+        for value in range(4):
+            a.isend(1, value, number(value), lambda: None)
+        assert [int(listener.take()[0]) for _ in range(2)] == [0, 1]
+        with pytest.raises(queue.Empty):
+            listener.got.get(timeout=0.05)
+        b.resume(0)
+        assert [int(listener.take()[0]) for _ in range(2)] == [2, 3]
+
+
+def test_the_pause_of_one_rank_holds_up_no_other(network):
+    a, b, c = (transport.open_channel() for transport in network(3, seed=0).transports)
+    listener = Listener(c, [0, 1], depth=1)
+    c.pause(0)
+    a.isend(2, 0, number(1), lambda: None)
+    assert int(listener.take()[0]) == 1
+    sent = threading.Event()
+    a.isend(2, 0, number(2), sent.set)
+    for value in range(10, 15):
+        b.isend(2, 0, number(value), lambda: None)
+    assert [int(listener.take()[0]) for _ in range(5)] == list(range(10, 15))
+    assert not sent.is_set(), "its sender believes that it has arrived"
+    c.resume(0)
+    assert int(listener.take()[0]) == 2 and sent.wait(SECONDS)
+
+
 def test_a_message_is_withheld_as_long_as_the_network_is_told_to(network):
     held = {1}
     made = network(2, seed=0, hold=lambda source, dest, tag: tag in held)

@@ -240,6 +240,68 @@ def test_each_client_has_a_credit_of_its_own():
     assert machine.handle(m.WeightsSent(2, first)) == [m.SendWeights(2, second, 0)]
 
 
+def test_a_client_that_takes_nothing_lets_the_others_have_one_piece_at_a_time_and_all_again_when_it_takes_some():
+    plan = plan_of([KIB_IN_FLOATS] * 6)
+    machine = ServerMachine(plan, [1, 2], 2048)
+    for piece in plan.pieces:
+        for client in (1, 2):
+            machine.handle(m.GradientReceived(client, piece, 0))
+        machine.handle(m.Reduced(piece))
+    sent = [command for unit in range(6) for command in machine.handle(m.Updated(unit, 0))]
+    first, second, third, fourth, fifth, sixth = plan.pieces
+    assert sent == [m.SendWeights(client, piece, 0) for piece in (first, second) for client in (1, 2)]
+    assert machine.handle(m.WeightsSent(2, first)) == [m.SendWeights(2, third, 0)]
+    assert machine.handle(m.WeightsSent(2, second)) == [m.SendWeights(2, fourth, 0)]
+    assert machine.handle(m.WeightsSent(2, third)) == []  # the fourth is under way
+    assert machine.handle(m.WeightsSent(2, fourth)) == [m.SendWeights(2, fifth, 0)]
+    assert machine.handle(m.WeightsSent(1, first)) == [m.SendWeights(1, third, 0)]
+    assert machine.handle(m.WeightsSent(1, second)) == [m.SendWeights(1, fourth, 0)]
+    assert machine.handle(m.WeightsSent(1, third)) == [m.SendWeights(1, fifth, 0), m.SendWeights(2, sixth, 0)]
+
+
+def order_of_sending(machine: ClientMachine, first: m.ClientCommand) -> list[Piece]:
+    """What goes, one by one, until nothing is left."""
+    commands = [first]
+    for command in commands:
+        assert isinstance(command, m.SendGradient)
+        commands += machine.handle(m.GradientSent(command.piece))
+    return [command.piece for command in commands]
+
+
+def test_a_client_sends_next_what_it_is_asked_for():
+    plan = plan_of([4, 4 * KIB_IN_FLOATS], piece_bytes=1024)
+    small, *large = plan.pieces
+    machine = ClientMachine(plan, 1024)
+    (going,) = machine.handle(m.GradientReady(1, 0))
+    machine.handle(m.GradientReady(0, 0))
+    assert machine.handle(m.AskedFor(large[2], 0)) == []
+    assert order_of_sending(machine, going) == [*large[:3], small, large[3]]
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_client_does_nothing_about_a_question_of_another_step(step):
+    plan = plan_of([4, 4 * KIB_IN_FLOATS], piece_bytes=1024)
+    small, *large = plan.pieces
+    machine = ClientMachine(plan, 1024)
+    machine.handle(m.CaughtUp(1))
+    (going,) = machine.handle(m.GradientReady(1, 1))
+    machine.handle(m.GradientReady(0, 1))
+    assert machine.handle(m.AskedFor(large[2], step)) == []
+    assert order_of_sending(machine, going) == [large[0], small, *large[1:]]
+
+
+def test_a_client_that_is_ahead_pauses_until_the_other_has_caught_up():
+    plan = plan_of([4 * KIB_IN_FLOATS], piece_bytes=1024)
+    machine = ServerMachine(plan, [1, 2], 2048)
+    first, second, third, _ = plan.pieces
+    assert machine.handle(m.GradientReceived(2, first, 0)) == [m.StepBegan(0)]
+    assert machine.handle(m.GradientReceived(1, second, 0)) == []
+    assert machine.handle(m.GradientReceived(1, third, 0)) == []
+    assert machine.handle(m.GradientReceived(1, first, 0)) == [m.Pause(1), m.Reduce(first, 0, (1, 2))]
+    assert machine.handle(m.Reduced(first)) == []
+    assert machine.handle(m.GradientReceived(2, second, 0)) == [m.Resume(1), m.Reduce(second, 0, (1, 2))]
+
+
 def test_without_overlap_gradients_go_when_all_are_ready_and_then_in_the_order_of_the_forward_pass():
     plan = plan_of([KIB_IN_FLOATS] * 3)
     machine = ClientMachine(plan, 1024, overlap=False)
@@ -591,6 +653,13 @@ def test_the_same_seed_gives_the_same_run():
     first, second = (play(plan, steps, 1024, seed=7) for _ in range(2))
     assert first.random.random() == second.random.random() != random.Random(7).random()
     assert first.events == second.events > 0
+
+
+def test_clients_pause_and_are_asked_in_some_runs():
+    plan = plan_of([2 * KIB_IN_FLOATS, 5 * KIB_IN_FLOATS], piece_bytes=1024)
+    worlds = [play(plan, [[2]] * 3, 1024, seed) for seed in range(5)]
+    assert any(world.pauses for world in worlds)
+    assert any(world.asked for world in worlds)
 
 
 def test_gradients_do_come_before_their_weights_in_some_runs():

@@ -211,12 +211,25 @@ def test_the_server_updates_piece_by_piece_where_the_plan_is_divisible():
 
 
 def test_a_piece_that_spans_several_variables_has_a_region_of_each():
-    fused = [VariableSpec(f"l{i}/w", (100,), "float32") for i in range(5)]
+    fused = [VariableSpec(f"l{i}/w", (size,), "float32") for i, size in enumerate([50, 50, 300, 50, 50])]
     made = plan(fused, piece_bytes=1024, fuse_bytes=1 << 20, divisible=True)
     (first, second) = made.units
     assert first.nbytes == second.nbytes == 1000
-    assert regions(first) == [(0, 0, 100), (1, 0, 100), (2, 0, 50)]
-    assert regions(second) == [(2, 50, 100), (3, 0, 100), (4, 0, 100)]
+    assert regions(first) == [(0, 0, 50), (1, 0, 50), (2, 0, 150)]
+    assert regions(second) == [(2, 150, 300), (3, 0, 50), (4, 0, 50)]
+
+
+def test_a_variable_that_is_no_longer_than_a_piece_is_not_divided_in_a_divisible_plan():
+    fused = [VariableSpec(f"l{i}/w", (100,), "float32") for i in range(5)]
+    made = plan(fused, piece_bytes=1024, fuse_bytes=1 << 20, divisible=True)
+    assert [regions(unit) for unit in made.units] == [
+        [(0, 0, 100), (1, 0, 100)], [(2, 0, 100), (3, 0, 100), (4, 0, 100)]
+    ]  # fmt: skip
+
+
+def test_a_piece_of_a_divisible_plan_may_be_almost_twice_as_long_as_asked_for_and_no_longer():
+    made = plan([VariableSpec("a/w", (10, 230), "float32")], piece_bytes=1024, divisible=True)  # rows of 920 bytes
+    assert sorted(piece.nbytes for piece in made.pieces) == [920] * 8 + [1840]
 
 
 def test_a_region_is_counted_in_elements_of_the_dtype():
@@ -328,16 +341,21 @@ def test_pieces_of_a_divisible_plan_are_made_of_whole_blocks_and_near_the_size_a
     for unit in made.units:
         for region in unit.regions:
             shape = variables[region.variable].shape
-            # What 0, 1, 2, ... leading indices leave; the largest that is much smaller than a piece.
+            # What 0, 1, 2, ... leading indices leave; the largest that is no longer than a piece.
             blocks = [math.prod(shape[depth:]) for depth in range(len(shape) + 1)]
-            block = next(b for b in blocks if b * item_bytes(unit.dtype) <= piece_bytes // 8)
+            block = next(b for b in blocks if b * item_bytes(unit.dtype) <= piece_bytes)
             assert region.start % block == 0
             assert region.stop % block == 0
     for bucket in made.buckets:
         sizes, item = [piece.nbytes for piece in bucket.pieces], item_bytes(bucket.dtype)
-        assert max(sizes) <= piece_bytes * 9 / 8 + item
-        assert len(sizes) == 1 or min(sizes[:-1]) >= piece_bytes * 3 / 8 - item
-        assert len(sizes) <= math.ceil(bucket.nbytes / (piece_bytes - piece_bytes % item))
+        most = math.ceil(bucket.nbytes / (piece_bytes - piece_bytes % item))
+        size = math.ceil(bucket.nbytes / most / item) * item
+        assert max(sizes) < 2 * piece_bytes + item
+        assert len(bucket.variables) > 1 or min(sizes[:-1], default=size) >= size / 2
+        assert len(sizes) <= most
+        for piece in bucket.pieces[1:]:
+            wanted = round(piece.offset / size) * size  # the places are a size apart, and moved by less than that
+            assert min(abs(piece.offset - at) for at in (wanted - size, wanted, wanted + size)) <= piece_bytes / 2
 
 
 @settings(max_examples=40, deadline=None)

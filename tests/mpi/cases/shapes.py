@@ -159,4 +159,4 @@ def case_half_the_bytes_and_about_the_same_weights_on_narrow_wires():
         for ours, plain in zip(found[form][1], found["plain"][1], strict=True):
             np.testing.assert_allclose(ours, plain, atol=0.02)
         assert any((ours != plain).any() for ours, plain in zip(found[form][1], found["plain"][1], strict=True))
-    record("narrow_wires", f"bytes sent {({form: sent for form, (sent, _) in found.items()})}")
+    record("narrow_wires", f"bytes sent { ({form: sent for form, (sent, _) in found.items()}) }")
