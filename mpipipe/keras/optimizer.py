@@ -196,6 +196,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         starts while the weights of deeper layers are still on the wire. ``fit`` does it by itself. Every
         ``tf.function`` that reads the weights has to begin with it then. Outside of one it waits for all weights:
         do that before you look at them between two steps. ``finish``, ``evaluate`` and ``predict`` do it by themselves.
+        A function that fetches its data itself has to have them before, under ``tf.control_dependencies``, or weights
+        are lost where the data run out.
 
         Args:
             variables: the trainable variables, or the model; on all ranks. May be left out once

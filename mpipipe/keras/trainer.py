@@ -321,7 +321,10 @@ class _TrainStep:
         def train_step(data: Any) -> Any:
             model = of_model()
             if model is not None and _distributed(model.optimizer) and model.optimizer._model() is model:
-                model.optimizer.take_weights(model)
+                # Only when there are data: a graph that ends for want of them may not have taken any weights.
+                parts = tf.nest.flatten(data, expand_composites=True)
+                with tf.control_dependencies([part for part in parts if tf.is_tensor(part)]):
+                    model.optimizer.take_weights(model)
             wrapper._count.assign_add(compat.sample_count(data))
             return step(data)
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 
 import keras
 import numpy as np
@@ -95,6 +96,30 @@ def case_the_server_runs_no_model_and_reads_no_data():
         type(model).call = call
     assert bool(called) == (RANK > 0)
     assert_same_everywhere(model.get_weights())
+
+
+def case_data_whose_end_comes_as_a_surprise_train_like_arrays():
+    """A graph begins with taking weights and then finds no data: it must leave them to the next epoch."""
+    x, y = regression()
+    ours, theirs = mp.shard(x, y)
+
+    def batches():
+        for start in range(0, len(ours), 8):
+            yield ours[start : start + 8], theirs[start : start + 8]
+        time.sleep(0.3)  # the weights of the last step are all there when the end comes
+
+    signature = (tf.TensorSpec((None, 8)), tf.TensorSpec((None, 1)))
+    trained = []
+    for arrays in (True, False):
+        model = compiled(mlp(seed=3), keras.optimizers.Adam(0.01))
+        if arrays:
+            fit(model, x, y, epochs=4)
+        else:
+            model.fit(tf.data.Dataset.from_generator(batches, output_signature=signature), epochs=4, verbose=0)
+        assert_same_everywhere(model.get_weights())
+        trained.append(model.get_weights())
+    for a, b in zip(*trained, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def case_a_model_with_batch_norm_saved_on_the_server_predicts_as_the_clients_do():
