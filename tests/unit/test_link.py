@@ -35,7 +35,7 @@ def test_sizes_are_whole_pages_within_bounds_and_settings_that_may_be_made(rate,
     sizes = choose_sizes(Link(rate, overhead), nbytes, clients)
     assert 16 * KIB <= sizes.piece_bytes <= 4 * MIB and sizes.piece_bytes % 4096 == 0
     assert sizes.fuse_bytes == sizes.piece_bytes // 4
-    assert sizes.credit_bytes == 4 * sizes.piece_bytes
+    assert sizes.credit_bytes == 3 * sizes.piece_bytes
     assert all(type(size) is int for size in (sizes.piece_bytes, sizes.fuse_bytes, sizes.credit_bytes))
 
 
@@ -77,7 +77,7 @@ def test_within_bounds_pieces_grow_as_the_square_root_of_what_the_link_and_the_m
 
 
 def test_sizes_go_with_the_piece():
-    assert Sizes.of(1 << 20) == Sizes(piece_bytes=1 << 20, fuse_bytes=1 << 18, credit_bytes=4 << 20)
+    assert Sizes.of(1 << 20) == Sizes(piece_bytes=1 << 20, fuse_bytes=1 << 18, credit_bytes=3 << 20)
 
 
 # ------------------------------------------------------------------------------------------------------------ measuring

