@@ -38,7 +38,7 @@ from mpipipe.wire.header import HEADER_BYTES
 # What an engine calls with the number of a bucket or unit and its bytes. The bytes are only valid during the call.
 Deliver = Callable[[int, Buffer], None]
 
-# Receives posted for each peer: at a client enough for all that may be under way, so that MPI needs no copy of what
+# Receives posted for each peer: at a client enough for the automatic credit, so that MPI needs no copy of what
 # comes; at the server no more than it takes to have one while the other is being posted again, for what is posted can
 # still be filled when a client is to pause.
 _CLIENT_RECEIVES, _SERVER_RECEIVES = 5, 2
@@ -68,7 +68,7 @@ class _Engine(ABC):
         self._wiring = wiring
         self._channel = wiring.channel
         self._incoming, self._outgoing = incoming, outgoing
-        # Bytes sent, headers included, over the whole life.
+        # Bytes of pieces sent, headers included, over the whole life.
         self.bytes_sent = 0
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mpipipe-engine", daemon=True)
@@ -351,7 +351,7 @@ class ServerEngine(_Engine):
             self._send(command.client, command.piece, command.step)
         elif isinstance(command, m.AskFor):
             question = header.question(command.step, command.piece.index)
-            self._isend(command.client, command.piece, question, partial(hold, question))
+            self._channel.isend(command.client, command.piece.index, question, partial(hold, question))
         elif isinstance(command, m.Pause):
             self._channel.pause(command.client)
         elif isinstance(command, m.Resume):

@@ -71,7 +71,7 @@ class Bridge:
         parts = []
         for head, of_piece in zip(self._headers(slot), _cut(slot, contents), strict=True):
             parts += [head, *of_piece]
-        self._enqueue(self._handles[slot.index], tf.concat(parts, axis=0))
+        _enqueue(self._handles[slot.index], tf.concat(parts, axis=0))
 
     def end_step(self) -> None:
         """In the graph: what is given from here on belongs to the next step."""
@@ -91,12 +91,12 @@ class Bridge:
         with tf.init_scope(), tf.device("CPU"):
             handle = tf.identity(self._given.queue_ref)  # of its own: it may not wait for other marks
         with tf.control_dependencies([operation for operation in after if operation is not None]):
-            header = tf.stack([self._step.read_value(), -tf.convert_to_tensor(number, tf.int64)])
-            self._enqueue(handle, _bytes(header))
+            head = tf.stack([self._step.read_value(), -tf.convert_to_tensor(number, tf.int64)])
+            _enqueue(handle, _bytes(head))
 
     def take(self, slot: Bucket | Unit, shapes: Sequence[Any]) -> list[Any]:
         """In the graph: wait for a slot's next elements; returns a tensor of a given shape for each region."""
-        (data,) = tf.raw_ops.QueueDequeueV2(handle=self._taken[slot.index].queue_ref, component_types=[tf.uint8])
+        data = _dequeue(self._taken[slot.index].queue_ref)
         item = item_bytes(slot.dtype)
         if len(shapes) > 1:
             parts = tf.split(data, [region.size * item for region in slot.regions])
@@ -111,8 +111,7 @@ class Bridge:
     def put(self, slot: int, data: Buffer) -> None:
         """From any thread: elements for the graph to take. They are copied before this returns."""
         with tf.device("CPU"):
-            # For every piece at the server, so the shortest way.
-            tf.raw_ops.QueueEnqueueV2(handle=self._taken[slot].queue_ref, components=[tf.constant(data)])
+            _enqueue(self._taken[slot].queue_ref, tf.constant(data))
 
     def close(self) -> None:
         """End the thread."""
@@ -126,13 +125,10 @@ class Bridge:
         rows = tf.reshape(tf.bitcast(values, tf.uint8), [len(slot.pieces), header.HEADER_BYTES])
         return tf.unstack(rows)
 
-    def _enqueue(self, handle: Any, data: Any) -> None:
-        tf.raw_ops.QueueEnqueueV2(handle=handle, components=[data])
-
     def _run(self) -> None:
         queue = self._given.queue_ref
         while True:
-            (data,) = tf.raw_ops.QueueDequeueV2(handle=queue, component_types=[tf.uint8])
+            data = _dequeue(queue)
             image = np.asarray(memoryview(data))  # a view that keeps the tensor alive
             if not image.size:
                 return
@@ -141,6 +137,17 @@ class Bridge:
                 self._on_mark(-number, step)
             else:
                 self._on_data(self._slot_of[number], step, image)
+
+
+# A queue's own methods take twice as long, and these are called for every piece at the server.
+
+
+def _enqueue(handle: Any, data: Any) -> None:
+    tf.raw_ops.QueueEnqueueV2(handle=handle, components=[data])
+
+
+def _dequeue(handle: Any) -> Any:
+    return tf.raw_ops.QueueDequeueV2(handle=handle, component_types=[tf.uint8])[0]
 
 
 def _bytes(tensor: Any) -> Any:

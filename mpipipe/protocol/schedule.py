@@ -27,9 +27,7 @@ class SendWindow:
     def __init__(self, credit_bytes: int) -> None:
         self._credit = credit_bytes
         # Ready and not yet under way: a heap of (priority, piece index), so that pieces of a bucket keep their order.
-        # A piece may be there twice, and counts once.
         self._waiting: list[tuple[int, int, Piece]] = []
-        self._ready: set[int] = set()
         # Pieces given out and not yet reported done, by index. One can be there twice: its next step may begin before
         # word has come that the last one has arrived.
         self._started: Counter[int] = Counter()
@@ -47,15 +45,14 @@ class SendWindow:
         """Pieces are ready: returns those, of these or more urgent ones, that may start now."""
         for piece in pieces:
             self.backlog += piece.nbytes
-            self._ready.add(piece.index)
             heapq.heappush(self._waiting, (priority, piece.index, piece))
         return self._start()
 
     def hurry(self, pieces: Iterable[Piece]) -> list[Piece]:
         """Those of these pieces that wait go before all others; returns pieces that may start now."""
-        for piece in pieces:
-            if piece.index in self._ready:
-                heapq.heappush(self._waiting, (-1, piece.index, piece))
+        first = {piece.index for piece in pieces}
+        self._waiting = [(-1 if entry[1] in first else entry[0], *entry[1:]) for entry in self._waiting]
+        heapq.heapify(self._waiting)
         return self._start()
 
     def done(self, piece: Piece) -> list[Piece]:
@@ -76,22 +73,16 @@ class SendWindow:
 
     def _start(self) -> list[Piece]:
         started = []
-        while self._ready:
+        while self._waiting:
             piece = self._waiting[0][2]
-            if piece.index not in self._ready:
-                heapq.heappop(self._waiting)
-                continue
             # A piece larger than the credit goes when it is alone: it must go some time.
             credit = 0 if self._one_by_one else self._credit
             if self._under_way and self._under_way + piece.nbytes > credit:
                 break
             heapq.heappop(self._waiting)
-            self._ready.discard(piece.index)
             self._started[piece.index] += 1
             self._under_way += piece.nbytes
             started.append(piece)
-        if not self._ready:
-            self._waiting.clear()  # what is left has gone already, and must not stand for a piece's next step
         return started
 
 

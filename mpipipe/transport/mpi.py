@@ -112,7 +112,7 @@ class MPITransport(Transport):
         nap, last, probed = _NAP, time.monotonic(), 0.0
         while True:
             busy = self._complete()
-            if (now := time.monotonic()) - probed >= _PROBE_EVERY:
+            if (now := time.monotonic()) - probed >= _PROBE_EVERY or self._closing:
                 probed = now
                 busy |= self._take_control()
             if not busy and self._closing and self._calls.empty() and all(self._is_receive):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 
 import keras
 import numpy as np
@@ -13,6 +14,18 @@ import mpipipe as mp
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.Get_rank(), WORLD.Get_size()
+
+
+@contextmanager
+def settings(**values):
+    """Other settings, for the optimizers whose training begins meanwhile."""
+    context = mp.init()
+    before = context.config
+    context.config = type(before).make(**values)
+    try:
+        yield
+    finally:
+        context.config = before
 
 
 def record(case: str, text: str) -> None:
