@@ -282,6 +282,14 @@ def threads_of(row: Row) -> int:
     return max(1, (os.cpu_count() or 1) // row.hosts)
 
 
+def cores_of(row: Row) -> int:
+    """Cores that each rank has to itself, or 0 where all share all.
+
+    On shared memory, where there are enough: a client then has the cores that plain Keras has, and the server its own.
+    """
+    return (os.cpu_count() or 1) // row.hosts if row.rate is None else 0
+
+
 def _wanted(row: Row, settings: Settings) -> list[Column]:
     """The columns that were asked for and can be had, with the computing times that they need."""
     absent = set() if settings.horovod else {"horovod", "horovod-same"}
@@ -314,6 +322,7 @@ def _start(row: Row, settings: Settings, place: hosts.Place, shape: shapes.Shape
         folder.mkdir()
         command = [python, "-m", "benchmarks.worker", kind, str(folder), "--threads", threads]
         command += ["--model", shape.name, "--size", str(shape.size), "--seconds", str(shape.seconds)]
+        command += ["--cores", str(cores_of(row))]
         environ = {"TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": threads, **environ}
         teams[name] = Team(name, row.hosts, place.start(launch, row.hosts, command, environ, name), folder)
     return teams

@@ -64,6 +64,13 @@ def run(column: Column, folder: Path) -> None:
     _say(report, {"closed": True})
 
 
+def _bind(rank: int, cores: int) -> None:
+    """Keep this process to so many cores, each rank to its own."""
+    own = sorted(os.sched_getaffinity(0))[rank * cores : (rank + 1) * cores]
+    for thread in os.listdir("/proc/self/task"):  # whoever is started later inherits it
+        os.sched_setaffinity(int(thread), own)
+
+
 def _turns(folder: Path) -> Iterator[dict[str, Any]]:
     """The turns, as they come; ends when one says so, and ends the process when the driver is gone."""
     driver, last = Path("/proc") / os.environ["BENCHMARKS_DRIVER"], 0
@@ -110,9 +117,13 @@ def main() -> None:
     parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--cores", type=int, default=0, help="cores of this rank alone; 0: shares all with all")
     options = parser.parse_args()
     model = shapes.Shape(options.model, options.size, options.seconds)
-    run(_column(options.kind, model, options.threads), options.folder)
+    column = _column(options.kind, model, options.threads)
+    if options.cores:
+        _bind(column.rank, options.cores)
+    run(column, options.folder)
 
 
 if __name__ == "__main__":

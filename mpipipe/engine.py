@@ -6,9 +6,10 @@ and what must be sent are bytes here; TensorFlow is on the other side of two cal
 The copies on a rank, for each byte of the model and step. Client, out: one, by which the training step puts a bucket's
 gradients and their headers one after the other (narrowed instead of copied again, where the wire is narrow). Client,
 in: one out of the buffer that MPI filled into the bucket's place (or widened), for receives are posted before it is
-known what comes; one into the tensor that the training step waits for; one into the variables. Server, in: none, the
-buffers that MPI filled are summed where they are; one into the tensor that the optimizer waits for. Server, out: one,
-by which the updated elements are put behind their header; it is sent to every client from there.
+known what comes; TensorFlow takes that place over as the tensor that the training step waits for. Server, in: none, the
+buffers that MPI filled are summed where they are, into what TensorFlow takes over as the tensor that the optimizer
+waits for. Server, out: one, by which the updated elements are put behind their header; it is sent to every client from
+there.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from mpipipe.protocol.client import ClientMachine
 from mpipipe.protocol.plan import Piece, Plan
 from mpipipe.protocol.server import ServerMachine
 from mpipipe.trace import Kind, Recorder
-from mpipipe.transport.base import Buffer, Channel, Pool, hold
+from mpipipe.transport.base import Buffer, Channel, aligned, hold
 from mpipipe.wire import formats, header, reduce
 from mpipipe.wire.feedback import Feedback
 from mpipipe.wire.header import HEADER_BYTES
 
-# What an engine calls with the number of a bucket or unit and its bytes. The bytes are only valid during the call.
+# What an engine calls with the number of a bucket or unit and its bytes, which it leaves to whoever is called.
 Deliver = Callable[[int, Buffer], None]
 
 # Receives posted for each peer: at a client enough for the automatic credit, so that MPI needs no copy of what
@@ -152,7 +153,7 @@ class ClientEngine(_Engine):
         self._server = server
         self._gradients: dict[tuple[int, int], Buffer] = {}  # images, by bucket and step
         self._feedback: dict[int, Feedback] = {}  # by piece
-        self._weights = [np.empty(bucket.nbytes, dtype=np.uint8) for bucket in self.plan.buckets]
+        self._weights: dict[int, Buffer] = {}  # of buckets that have come in part
         self._delivered = [-1] * len(self.plan.buckets)  # the last step whose weights went to the training step
         self._changed = threading.Condition()
         self._unhandled = 0  # events handed in and not yet handled
@@ -201,7 +202,7 @@ class ClientEngine(_Engine):
             elif isinstance(command, m.DeliverWeights):
                 self._gradients.pop((command.bucket, command.step), None)
                 self._delivered[command.bucket] = command.step
-                self._deliver(command.bucket, self._weights[command.bucket])
+                self._deliver(command.bucket, self._weights.pop(command.bucket))
         with self._changed:
             self._unhandled -= 1
             self._settled = self._machine.steps if self._machine.between_steps else None
@@ -216,9 +217,11 @@ class ClientEngine(_Engine):
             self._channel.release(message)
             return m.AskedFor(self._known(source, -1 - number), step)
         piece = self._known(source, number)
-        into = self._weights[piece.bucket][piece.offset : piece.offset + piece.nbytes]
-        dtype = self.plan.buckets[piece.bucket].dtype
-        formats.decode(self._incoming, dtype, self._elements(message, piece), into)
+        bucket = self.plan.buckets[piece.bucket]
+        if bucket.index not in self._weights:
+            self._weights[bucket.index] = aligned(bucket.nbytes)
+        into = self._weights[bucket.index][piece.offset : piece.offset + piece.nbytes]
+        formats.decode(self._incoming, bucket.dtype, self._elements(message, piece), into)
         self._channel.release(message)
         self._mark("received", piece.bucket, step, source, piece.index)
         return m.WeightsReceived(piece, step)
@@ -268,7 +271,6 @@ class ServerEngine(_Engine):
         self._on_idle = on_idle
         self._arrived: list[dict[int, Buffer]] = [{} for _ in self.plan.pieces]  # messages, by piece and client
         self._means: dict[int, Buffer] = {}  # of units that are partly reduced
-        self._pool = Pool(max((unit.nbytes for unit in self.plan.units), default=0))
         self._weights: dict[int, Buffer] = {}  # images, by unit
         self._narrow: dict[int, Buffer] = {}  # messages of the newest weights, by piece, where the wire is narrow
         # True for each step begun, False for each end of a phase, in order.
@@ -344,9 +346,7 @@ class ServerEngine(_Engine):
         if isinstance(command, m.Reduce):
             self._reduce(command.piece, command.step, command.clients)
         elif isinstance(command, m.HandOver):
-            unit, mean = self.plan.units[command.unit], self._means.pop(command.unit)
-            self._hand_over(command.unit, mean[: unit.nbytes])
-            self._pool.give(mean)
+            self._hand_over(command.unit, self._means.pop(command.unit))
         elif isinstance(command, m.SendWeights):
             self._send(command.client, command.piece, command.step)
         elif isinstance(command, m.AskFor):
@@ -367,7 +367,7 @@ class ServerEngine(_Engine):
     def _reduce(self, piece: Piece, step: int, clients: tuple[int, ...]) -> None:
         number = self.plan.unit_of[piece.index]
         if number not in self._means:
-            self._means[number] = self._pool.take()
+            self._means[number] = aligned(self.plan.units[number].nbytes)
         start = piece.offset - self.plan.units[number].pieces[0].offset
         out = self._means[number][start : start + piece.nbytes]
         arrived = self._arrived[piece.index]

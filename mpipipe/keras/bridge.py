@@ -109,9 +109,12 @@ class Bridge:
         return tensors
 
     def put(self, slot: int, data: Buffer) -> None:
-        """From any thread: elements for the graph to take. They are copied before this returns."""
+        """From any thread: elements for the graph to take. Nobody may write to them any more.
+
+        They are not made a tensor by ``tf.constant``, which copies once to be safe and again what is not aligned.
+        """
         with tf.device("CPU"):
-            _enqueue(self._taken[slot].queue_ref, tf.constant(data))
+            _enqueue(self._taken[slot].queue_ref, data)
 
     def close(self) -> None:
         """End the thread."""

@@ -516,7 +516,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             if self._context.recorder.active:
                 self._primed.add(bucket.index)
             values = [np.frombuffer(variable.numpy().tobytes(), np.uint8) for variable in bridge.variables_of(bucket)]
-            bridge.put(bucket.index, values[0] if len(values) == 1 else np.concatenate(values))
+            bridge.put(bucket.index, np.concatenate(values))
 
     def _take(self, bucket: Any) -> None:
         """Wait for a bucket's new weights and assign them."""

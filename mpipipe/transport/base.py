@@ -26,6 +26,17 @@ OnMessage = Callable[[Buffer], None]
 OnControl = Callable[[int, dict[str, Any]], None]
 
 
+# TensorFlow takes an array over as it is where it starts at a multiple of so many bytes, and copies it elsewhere.
+_ALIGNMENT = 64
+
+
+def aligned(nbytes: int) -> Buffer:
+    """A new buffer that TensorFlow can take over without a copy. Whoever gives it to TensorFlow never writes to it."""
+    whole = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
+    start = -whole.ctypes.data % _ALIGNMENT
+    return whole[start : start + nbytes]
+
+
 class Pool:
     """Buffers of one length that are used again. Safe from several threads."""
 

@@ -130,7 +130,7 @@ class MPITransport(Transport):
                 nap, last = _NAP, time.monotonic()
             else:
                 longest = _LONGEST_NAP if time.monotonic() - last < _IDLE_AFTER else _IDLE_NAP
-                nap = min(nap * 1.5, longest)
+                nap = min(nap * 2, longest)
         for request in self._requests:
             request.Cancel()
             request.Free()
