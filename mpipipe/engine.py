@@ -151,7 +151,9 @@ class ClientEngine(_Engine):
         self._machine = ClientMachine(self.plan, wiring.credit_bytes, overlap=wiring.overlap)
         self._deliver = deliver
         self._server = server
-        self._gradients: dict[tuple[int, int], Buffer] = {}  # images, by bucket and step
+        # Images by bucket and step, each until all of it is sent; and how many pieces of each bucket's oldest one are.
+        self._gradients: list[dict[int, Buffer]] = [{} for _ in self.plan.buckets]
+        self._sent = [0] * len(self.plan.buckets)
         self._feedback: dict[int, Feedback] = {}  # by piece
         self._weights: dict[int, Buffer] = {}  # of buckets that have come in part
         self._delivered = [-1] * len(self.plan.buckets)  # the last step whose weights went to the training step
@@ -191,16 +193,17 @@ class ClientEngine(_Engine):
     def _handle(self, event: Any) -> None:
         if isinstance(event, tuple) and len(event) == 3:
             bucket, step, image = event
-            self._gradients[bucket, step] = image
+            self._gradients[bucket][step] = image
             self._mark("queued", bucket, step)
             event = m.GradientReady(bucket, step)
         elif isinstance(event, tuple):
             event = self._take(*event)
+        elif isinstance(event, m.GradientSent):
+            self._note_sent(event.piece.bucket)
         for command in self._machine.handle(event):
             if isinstance(command, m.SendGradient):
                 self._send(command.piece, command.step)
             elif isinstance(command, m.DeliverWeights):
-                self._gradients.pop((command.bucket, command.step), None)
                 self._delivered[command.bucket] = command.step
                 self._deliver(command.bucket, self._weights.pop(command.bucket))
         with self._changed:
@@ -232,11 +235,18 @@ class ClientEngine(_Engine):
             self.feed(m.GradientSent(piece))
 
         bucket = self.plan.buckets[piece.bucket]
-        message = header.message_of(self._gradients[piece.bucket, step], bucket.pieces, piece)
+        message = header.message_of(self._gradients[piece.bucket][step], bucket.pieces, piece)
         if self._is_narrow(piece):
             message = self._narrowed(piece, step, message)
         self._mark("started", piece.bucket, step, self._server, piece.index)
         self._isend(self._server, piece, message, done)
+
+    def _note_sent(self, bucket: int) -> None:
+        """One more piece of a bucket's oldest gradient has been sent; a younger one is not begun before all are."""
+        self._sent[bucket] += 1
+        if self._sent[bucket] == len(self.plan.buckets[bucket].pieces):
+            self._sent[bucket] = 0
+            del self._gradients[bucket][min(self._gradients[bucket])]
 
     def _narrowed(self, piece: Piece, step: int, message: Buffer) -> Buffer:
         dtype = self.plan.buckets[piece.bucket].dtype

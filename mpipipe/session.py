@@ -8,12 +8,13 @@ is an error that names it, not a hang. Plain numpy arrays go in and come out; no
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,23 @@ if TYPE_CHECKING:
 Arrays = Sequence[NDArray[Any]]
 Message = dict[str, Any]
 
+
+class Like(Protocol):
+    """What has a shape and a dtype: an array, a ``tf.Variable``."""
+
+    @property
+    def shape(self) -> Any:
+        """Its sizes."""
+
+    @property
+    def dtype(self) -> Any:
+        """What has the dtype's name as ``name``."""
+
+
 SERVER = 0
+
+# How many arrays at most are on their way to a client outside the steps.
+_ARRAYS_UNDER_WAY = 4
 
 # Seconds for which the first metrics of an epoch may be late.
 _PATIENCE = 0.2
@@ -194,18 +211,28 @@ class ClientSession(_Session):
         self.engine = ClientEngine(self._wiring(self.plan), deliver, SERVER)
         return bool(answer["skip_first"])
 
-    def receive_arrays(self, like: Arrays) -> list[NDArray[Any]]:
-        """What the server sends by :meth:`ServerSession.send_arrays`: arrays of the shapes and dtypes of ``like``."""
-        buffers = [np.empty(array.nbytes, dtype=np.uint8) for array in like]
-        arrived = threading.Semaphore(0)
-        for tag, buffer in enumerate(buffers):
-            self._arrays.irecv(SERVER, tag, buffer, arrived.release)
-        for _ in buffers:
-            _wait(arrived)
-        return [
-            plain.decode(buffer, array.dtype.name).reshape(array.shape)
-            for buffer, array in zip(buffers, like, strict=True)
-        ]
+    def receive_arrays(self, like: Sequence[Like]) -> Iterator[NDArray[Any]]:
+        """What the server sends by :meth:`ServerSession.send_arrays`, in order; it has to be taken to the end.
+
+        Args:
+            like: arrays, or variables, of the shapes and dtypes of those that come.
+        """
+        coming: deque[tuple[Buffer, threading.Event]] = deque()
+        for tag, one in enumerate(like):
+            buffer, arrived = np.empty(_nbytes(one), dtype=np.uint8), threading.Event()
+            self._arrays.irecv(SERVER, tag, buffer, arrived.set)
+            coming.append((buffer, arrived))
+            if len(coming) == _ARRAYS_UNDER_WAY:
+                yield self._next_array(coming, like[tag + 1 - len(coming)])
+        while coming:
+            yield self._next_array(coming, like[len(like) - len(coming)])
+
+    @staticmethod
+    def _next_array(coming: deque[tuple[Buffer, threading.Event]], like: Like) -> NDArray[Any]:
+        buffer, arrived = coming.popleft()
+        while not arrived.wait(timeout=1.0):  # in slices, so that an interrupt gets through
+            pass
+        return plain.decode(buffer, like.dtype.name).reshape(tuple(like.shape))
 
     def end_phase(self, state: Arrays, **content: Any) -> Message:
         """Meet the others after this client's last step.
@@ -439,7 +466,9 @@ class ServerSession(_Session):
             time.sleep(1e-3)
             patience -= 1e-3 * self.engine.step_waits
 
-    def answer_phase(self, said: dict[int, Message], weights: Callable[[], Arrays], **content: Any) -> None:
+    def answer_phase(
+        self, said: dict[int, Message], weights: Callable[[], Iterable[NDArray[Any]]], **content: Any
+    ) -> None:
         """Answer the end of a phase: whatever the clients do next, all of them may take part again.
 
         Args:
@@ -460,16 +489,20 @@ class ServerSession(_Session):
         if behind:
             self.send_arrays(weights(), behind)
 
-    def send_arrays(self, arrays: Arrays, clients: Sequence[int] | None = None) -> None:
-        """Send arrays to clients, all by default, which call :meth:`ClientSession.receive_arrays`."""
-        left = threading.Semaphore(0)
-        buffers = [plain.encode(array) for array in arrays]
+    def send_arrays(self, arrays: Iterable[NDArray[Any]], clients: Sequence[int] | None = None) -> None:
+        """Send arrays to clients, all by default, which call :meth:`ClientSession.receive_arrays`.
+
+        A few at a time, and each is only asked for when it is its turn: there need not be room for copies of all.
+        """
         clients = self.clients if clients is None else clients
-        for client in clients:
-            for tag, buffer in enumerate(buffers):
-                self._arrays.isend(client, tag, buffer, left.release)
-        for _ in range(len(clients) * len(buffers)):
-            _wait(left)
+        may_start = threading.Semaphore(_ARRAYS_UNDER_WAY * len(clients))
+        for tag, array in enumerate(arrays):
+            buffer = plain.encode(array)
+            for client in clients:
+                _wait(may_start)
+                self._arrays.isend(client, tag, buffer, partial(_let_go, buffer, may_start))
+        for _ in range(_ARRAYS_UNDER_WAY * len(clients)):
+            _wait(may_start)
 
     def mean_arrays(self, like: Arrays) -> list[NDArray[Any]]:
         """The mean over clients of the arrays that each sends; of those that are not floats, the first client's.
@@ -513,6 +546,15 @@ class ServerSession(_Session):
 def _shapes(arrays: Arrays) -> list[list[Any]]:
     """Shapes and dtypes, as they come out of JSON."""
     return [[list(array.shape), array.dtype.name] for array in arrays]
+
+
+def _nbytes(like: Like) -> int:
+    return int(math.prod(like.shape)) * plain.dtype_of(like.dtype.name).itemsize
+
+
+def _let_go(buffer: Buffer, semaphore: threading.Semaphore) -> None:
+    """A buffer's message has left; it was kept until now."""
+    semaphore.release()
 
 
 def _wait(semaphore: threading.Semaphore) -> None:

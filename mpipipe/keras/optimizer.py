@@ -20,6 +20,7 @@ from mpipipe.logs import logger
 from mpipipe.protocol.plan import VariableSpec
 from mpipipe.session import ClientSession, ServerSession
 from mpipipe.trace import Kind
+from mpipipe.wire import plain
 
 
 class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
@@ -341,12 +342,12 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         if answer["catch_up"]:
             assert self._bridge is not None
             trained = self._trained()
-            theirs = session.receive_arrays([compat.native(variable).numpy() for variable in trained])
+            theirs = session.receive_arrays([compat.native(variable) for variable in trained])
             for variable, value in zip(trained, theirs, strict=True):
                 variable.assign(value)
             session.engine.caught_up(answer["steps"])
             self._bridge.steps = answer["steps"]
-        self._take_over(answer, state, values)
+        self._take_over(answer, state)
 
     def settle(self) -> None:
         """On a client, outside of a graph: have the newest weights in the variables."""
@@ -369,14 +370,15 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         logs: dict[str, Any] = session.mean_logs()
         session.answer_phase(
             said,
-            lambda: [compat.native(variable).numpy() for variable in self._trained()],
+            lambda: (compat.native(variable).numpy() for variable in self._trained()),
             iterations=int(self.inner._iterations),
         )
         session.send_arrays(means)
         return logs
 
-    def _take_over(self, answer: dict[str, Any], state: Sequence[Any], values: list[Any]) -> None:
-        for variable, value in zip(state, self.session.receive_arrays(values), strict=True):
+    def _take_over(self, answer: dict[str, Any], state: Sequence[Any]) -> None:
+        coming = self.session.receive_arrays([compat.native(variable) for variable in state])
+        for variable, value in zip(state, coming, strict=True):
             variable.assign(value)
         self.inner._iterations.assign(answer["iterations"])
 
@@ -391,16 +393,15 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         for spec in specs:
             if "float" not in spec.dtype and "complex" not in spec.dtype:
                 raise TypeError(f"{spec.path} is of dtype {spec.dtype}: only floats can be averaged")
-        values = [compat.native(variable).numpy() for variable in variables]
+        natives = [compat.native(variable) for variable in variables]
         self._changed_weights = False
         if self._context.is_server:
             self.session.agree(specs, divisible=is_divisible(self.inner, variables))
-            self.session.send_arrays(values)
+            self.session.send_arrays(native.numpy() for native in natives)
         else:
             self.session.agree(specs)
-            theirs = self.session.receive_arrays(values)
-            for variable, value, their in zip(variables, values, theirs, strict=True):
-                self._changed_weights |= value.tobytes() != their.tobytes()
+            for variable, native, their in zip(variables, natives, self.session.receive_arrays(natives), strict=True):
+                self._changed_weights |= not np.array_equal(plain.encode(native.numpy()), plain.encode(their))
                 variable.assign(their)
 
     def _in_order(self, grads: list[Any], variables: list[Any]) -> list[Any]:

@@ -173,13 +173,12 @@ def _push_changed(optimizer: Any, model: Any, kind: str, known: dict[int, int] |
         changed = [i for i, fingerprint in _fingerprints(model).items() if fingerprint != known.get(i)]
     iterations = int(optimizer.inner._iterations)
     optimizer.session.answer(kind, changed=changed, iterations=iterations, **content)
-    optimizer.session.send_arrays([weights[i].numpy() for i in changed])
+    optimizer.session.send_arrays(compat.native(weights[i]).numpy() for i in changed)
 
 
 def _take_changed(optimizer: Any, model: Any, answer: dict[str, Any]) -> None:
     """On a client: take over what :func:`_push_changed` sends."""
-    weights = [model.weights[i] for i in answer["changed"]]
-    optimizer._take_over(answer, weights, [weight.numpy() for weight in weights])
+    optimizer._take_over(answer, [model.weights[i] for i in answer["changed"]])
 
 
 class _ServerFit:

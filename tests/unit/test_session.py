@@ -234,7 +234,7 @@ def test_every_client_gets_the_servers_arrays(world, seed):
     def act(rank: int, session: Any) -> Any:
         agree(rank, session, dense("a", 3, 4))
         arrays = [make(rank) for make in ARRAYS]
-        return session.send_arrays(arrays) if rank == 0 else session.receive_arrays(arrays)
+        return session.send_arrays(arrays) if rank == 0 else list(session.receive_arrays(arrays))
 
     outcomes = world(4, seed).run(act)
     assert outcomes.pop(0) is None
@@ -252,7 +252,7 @@ def test_arrays_can_be_sent_to_some_clients_only_and_each_keeps_the_order(world)
             for number, clients in enumerate([[1, 3], [2], None, []]):
                 session.send_arrays([np.full(3, number, np.float32)], clients)
             return None
-        return [float(session.receive_arrays([np.zeros(3, np.float32)])[0][0]) for _ in range(2)]
+        return [float(next(session.receive_arrays([np.zeros(3, np.float32)]))[0]) for _ in range(2)]
 
     assert world(4).run(act) == {0: None, 1: [0.0, 2.0], 2: [1.0, 2.0], 3: [0.0, 2.0]}
 
@@ -263,7 +263,7 @@ def test_receiving_leaves_the_arrays_that_were_given_as_they_are(world):
     def act(rank: int, session: Any) -> None:
         agree(rank, session, dense("a", 3, 4))
         if rank:
-            session.receive_arrays([given[rank]])
+            list(session.receive_arrays([given[rank]]))
         else:
             session.send_arrays([given[0]])
 
