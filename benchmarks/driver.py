@@ -159,6 +159,7 @@ def columns(row: Row) -> list[Column]:
         Column("computing, all ranks", "keras", "computing", everyone),
         Column("Keras alone", "keras", "computing", range(1, 2), "", "Keras alone"),
         Column("mpipipe", "mpipipe", "training", clients, "server", "computing"),
+        Column("with a timeline", "timeline", "training", clients, "server", "computing"),
         Column("straight line", "straight", "training", clients, "server", "computing"),
         Column("mpi4py all-reduce", "keras", "allreduce", everyone, "all", "computing, all ranks"),
         Column("Horovod computing", "horovod", "computing", everyone),
@@ -308,6 +309,7 @@ def _start(row: Row, settings: Settings, place: hosts.Place, shape: shapes.Shape
     launches: dict[str, tuple[str, str, hosts.Launch, dict[str, str]]] = {
         "keras": ("keras", sys.executable, mpi, same),
         "mpipipe": ("mpipipe", sys.executable, mpi, {}),
+        "timeline": ("mpipipe", sys.executable, mpi, {"MPIPIPE_TIMELINE": str(place.folder / "of-the-run")}),
         "straight": ("mpipipe", sys.executable, mpi, {"MPIPIPE_OVERLAP": "0"}),
         "horovod": ("horovod", settings.horovod, hosts.openmpi(settings.horovod), {}),
         "horovod-same": ("horovod", settings.horovod, hosts.openmpi(settings.horovod), same),
