@@ -320,6 +320,10 @@ def _new_bridge() -> str:
 
 def _remove(bridge: str) -> None:
     """End what runs on the hosts of a bridge and remove them."""
+    # First the links. The kernel would remove them with the namespaces, but only when the last process there has been
+    # waited for, and by then the next hosts may have been given the same names.
+    for line in _do("ip", "-o", "link", "show", "master", bridge).splitlines():
+        _do("ip", "link", "del", line.split(": ")[1].split("@")[0])
     names = [line.split()[0] for line in _do("ip", "netns", "list").splitlines() if line.strip()]
     for name in names:
         if name.startswith(f"{bridge}-"):
