@@ -57,6 +57,7 @@ class Config:
     )
     wire: str = _setting("plain", "how float32 gradients travel: plain, or in half the bytes: bf16, fp16", _format)
     wire_weights: str = _setting("plain", "how float32 weights travel: plain, bf16, fp16", _format)
+    sparse: bool = _setting(True, "send of an embedding only the rows that have a gradient, or have changed", _flag)
     client_progress: bool = _setting(False, "let clients draw Keras's progress bar too", _flag)
     quiet: bool = _setting(True, "silence TensorFlow's start-up messages on all ranks but the server", _flag)
     timeline: str = _setting("", "folder for a timeline of the run; see `python -m mpipipe.trace`", str)

@@ -32,7 +32,7 @@ from mpipipe.protocol.plan import Piece, Plan
 from mpipipe.protocol.server import ServerMachine
 from mpipipe.trace import Kind, Recorder
 from mpipipe.transport.base import Buffer, Channel, aligned, hold
-from mpipipe.wire import formats, header, reduce
+from mpipipe.wire import formats, header, reduce, rows
 from mpipipe.wire.feedback import Feedback
 from mpipipe.wire.header import HEADER_BYTES
 
@@ -50,7 +50,9 @@ class Wiring:
     """How an engine is connected: its plan, its channel, and what the ranks have agreed on.
 
     ``wire`` and ``wire_weights`` are formats (see :mod:`mpipipe.wire.formats`) of gradients and of weights.
-    ``overlap`` is false where nothing of a step is sent before its backward pass is over. ``number`` is the session's.
+    ``average`` is "clients" where every client's gradient counts the same, "samples" where it counts by the samples
+    behind it. ``sum_rows``: see ``summed`` of :func:`mpipipe.wire.rows.mean`. ``overlap`` is false where nothing of a
+    step is sent before its backward pass is over. ``number`` is the session's.
     """
 
     plan: Plan
@@ -59,8 +61,25 @@ class Wiring:
     credit_bytes: int
     wire: str = "plain"
     wire_weights: str = "plain"
+    average: str = "clients"
+    sum_rows: bool = True
     overlap: bool = True
     number: int = 0
+
+
+class _Countdown:
+    """Calls a function when it has been called itself a number of times, from any threads."""
+
+    def __init__(self, count: int, done: Callable[[], None]) -> None:
+        self._left, self._done = count, done
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            self._left -= 1
+            done = not self._left
+        if done:
+            self._done()
 
 
 class _Engine(ABC):
@@ -71,6 +90,8 @@ class _Engine(ABC):
         self._incoming, self._outgoing = incoming, outgoing
         # Bytes of pieces sent, headers included, over the whole life.
         self.bytes_sent = 0
+        # Of pieces that travel by rows, what has come so far, by piece and rank.
+        self._gathering: dict[tuple[int, int], tuple[rows.Gathering, list[Buffer]]] = {}
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mpipipe-engine", daemon=True)
 
@@ -85,11 +106,22 @@ class _Engine(ABC):
 
     def _listen(self, source: int, depth: int) -> None:
         """Have everything that comes from a rank put into the queue of events."""
-        longest = max((self._wire_bytes(piece, self._incoming) for piece in self.plan.pieces), default=0)
+        longest = self._longest(self._incoming)
         self._channel.listen(source, HEADER_BYTES + longest, depth, lambda buffer: self.feed((source, buffer)))
 
+    def _longest(self, form: str) -> int:
+        """Bytes behind the header of the longest message."""
+        return max((self._wire_bytes(piece, form) for piece in self.plan.pieces), default=0)
+
     def _wire_bytes(self, piece: Piece, form: str) -> int:
-        return formats.encoded_bytes(form, self.plan.buckets[piece.bucket].dtype, piece.nbytes)
+        bucket = self.plan.buckets[piece.bucket]
+        if bucket.row_bytes:
+            return max(piece.nbytes, rows.PART_BYTES + rows.INDEX_BYTES + bucket.row_bytes)
+        return piece.nbytes if bucket.exact else formats.encoded_bytes(form, bucket.dtype, piece.nbytes)
+
+    def _form(self, piece: Piece, form: str) -> str:
+        """The wire format of a piece, where most have a given one."""
+        return "plain" if self.plan.buckets[piece.bucket].exact else form
 
     def _elements(self, message: Buffer, piece: Piece) -> Buffer:
         """The encoded elements in a message that has come."""
@@ -102,18 +134,44 @@ class _Engine(ABC):
         return self.plan.pieces[number]
 
     def _is_narrow(self, piece: Piece) -> bool:
-        return formats.narrows(self._outgoing, self.plan.buckets[piece.bucket].dtype)
+        bucket = self.plan.buckets[piece.bucket]
+        return not bucket.exact and formats.narrows(self._outgoing, bucket.dtype)
 
-    def _narrow_message(self, piece: Piece, step: int, encode: Callable[[Buffer], None]) -> Buffer:
-        """A message of a piece, whose elements ``encode`` writes."""
+    def _narrow_message(self, piece: Piece, wide: Buffer, encode: Callable[[Buffer], None]) -> Buffer:
+        """A message of a piece with the header of the wide one, whose elements ``encode`` writes."""
         message = np.empty(HEADER_BYTES + self._wire_bytes(piece, self._outgoing), dtype=np.uint8)
-        header.write(message, step, piece.index)
+        message[:HEADER_BYTES] = wide[:HEADER_BYTES]
         encode(message[HEADER_BYTES:])
         return message
 
-    def _isend(self, dest: int, piece: Piece, message: Buffer, done: Callable[[], None]) -> None:
-        self.bytes_sent += message.size
-        self._channel.isend(dest, piece.index, message, done)
+    def _by_rows(self, piece: Piece, image: Buffer) -> list[Buffer]:
+        """The messages of a piece of which rows travel; its image is a header and the rows."""
+        row_bytes = self.plan.buckets[piece.bucket].row_bytes
+        parts = rows.parts(image[HEADER_BYTES:], row_bytes, self._longest(self._outgoing))
+        return [np.concatenate([image[:HEADER_BYTES], *fields]) for fields in parts]
+
+    def _gathered(self, source: int, piece: Piece, message: Buffer) -> Buffer | None:
+        """Take a message of a piece of which rows travel: the piece's image once all of them have come."""
+        key, row_bytes = (piece.index, source), self.plan.buckets[piece.bucket].row_bytes
+        gathering, messages = self._gathering.setdefault(key, (rows.Gathering(row_bytes), []))
+        messages.append(message)
+        try:
+            complete = gathering.add(message[HEADER_BYTES:])
+        except ValueError as error:
+            raise ProtocolError(f"rank {source} has sent of piece {piece.index} {error}") from None
+        if not complete:
+            return None
+        image = np.concatenate([message[:HEADER_BYTES], gathering.rows()])
+        for taken in messages:
+            self._channel.release(taken)
+        del self._gathering[key]
+        return image
+
+    def _isend(self, dest: int, piece: Piece, messages: list[Buffer], done: Callable[[], None]) -> None:
+        self.bytes_sent += sum(message.size for message in messages)
+        each = done if len(messages) == 1 else _Countdown(len(messages), done)
+        for message in messages:
+            self._channel.isend(dest, piece.index, message, each)
 
     def _mark(self, kind: Kind, bucket: int, step: int, peer: int = -1, piece: int = -1) -> None:
         self._wiring.recorder.mark(kind, bucket, step, peer, piece, self._wiring.number)
@@ -200,7 +258,7 @@ class ClientEngine(_Engine):
             event = self._take(*event)
         elif isinstance(event, m.GradientSent):
             self._note_sent(event.piece.bucket)
-        for command in self._machine.handle(event):
+        for command in self._machine.handle(event) if event is not None else ():
             if isinstance(command, m.SendGradient):
                 self._send(command.piece, command.step)
             elif isinstance(command, m.DeliverWeights):
@@ -214,18 +272,25 @@ class ClientEngine(_Engine):
     def _idle(self) -> None:
         pass
 
-    def _take(self, source: int, message: Buffer) -> m.WeightsReceived | m.AskedFor:
+    def _take(self, source: int, message: Buffer) -> m.WeightsReceived | m.AskedFor | None:
         step, number = header.read(message)
         if number < 0:
             self._channel.release(message)
             return m.AskedFor(self._known(source, -1 - number), step)
         piece = self._known(source, number)
         bucket = self.plan.buckets[piece.bucket]
-        if bucket.index not in self._weights:
-            self._weights[bucket.index] = aligned(bucket.nbytes)
-        into = self._weights[bucket.index][piece.offset : piece.offset + piece.nbytes]
-        formats.decode(self._incoming, bucket.dtype, self._elements(message, piece), into)
-        self._channel.release(message)
+        if bucket.row_bytes:
+            image = self._gathered(source, piece, message)
+            if image is None:
+                return None
+            self._weights[bucket.index] = image[HEADER_BYTES:]
+        else:
+            if bucket.index not in self._weights:
+                self._weights[bucket.index] = aligned(bucket.nbytes)
+            into = self._weights[bucket.index][piece.offset : piece.offset + piece.nbytes]
+            form = self._form(piece, self._incoming)
+            formats.decode(form, bucket.dtype, self._elements(message, piece), into)
+            self._channel.release(message)
         self._mark("received", piece.bucket, step, source, piece.index)
         return m.WeightsReceived(piece, step)
 
@@ -235,11 +300,14 @@ class ClientEngine(_Engine):
             self.feed(m.GradientSent(piece))
 
         bucket = self.plan.buckets[piece.bucket]
-        message = header.message_of(self._gradients[piece.bucket][step], bucket.pieces, piece)
-        if self._is_narrow(piece):
-            message = self._narrowed(piece, step, message)
+        image = self._gradients[piece.bucket][step]
+        if bucket.row_bytes:
+            messages = self._by_rows(piece, image)
+        else:
+            message = header.message_of(image, bucket.pieces, piece)
+            messages = [self._narrowed(piece, message) if self._is_narrow(piece) else message]
         self._mark("started", piece.bucket, step, self._server, piece.index)
-        self._isend(self._server, piece, message, done)
+        self._isend(self._server, piece, messages, done)
 
     def _note_sent(self, bucket: int) -> None:
         """One more piece of a bucket's oldest gradient has been sent; a younger one is not begun before all are."""
@@ -248,12 +316,12 @@ class ClientEngine(_Engine):
             self._sent[bucket] = 0
             del self._gradients[bucket][min(self._gradients[bucket])]
 
-    def _narrowed(self, piece: Piece, step: int, message: Buffer) -> Buffer:
+    def _narrowed(self, piece: Piece, message: Buffer) -> Buffer:
         dtype = self.plan.buckets[piece.bucket].dtype
         feedback = self._feedback.get(piece.index)
         if feedback is None:
             feedback = self._feedback[piece.index] = Feedback(self._outgoing, dtype, piece.nbytes)
-        return self._narrow_message(piece, step, partial(feedback.encode, message[HEADER_BYTES:]))
+        return self._narrow_message(piece, message, partial(feedback.encode, message[HEADER_BYTES:]))
 
 
 class ServerEngine(_Engine):
@@ -282,7 +350,8 @@ class ServerEngine(_Engine):
         self._arrived: list[dict[int, Buffer]] = [{} for _ in self.plan.pieces]  # messages, by piece and client
         self._means: dict[int, Buffer] = {}  # of units that are partly reduced
         self._weights: dict[int, Buffer] = {}  # images, by unit
-        self._narrow: dict[int, Buffer] = {}  # messages of the newest weights, by piece, where the wire is narrow
+        # Messages of the newest weights, by piece, where they are not in the image as they are.
+        self._made: dict[int, list[Buffer]] = {}
         # True for each step begun, False for each end of a phase, in order.
         self._steps: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._begun = self._waited = 0  # steps put into that queue, and taken from it
@@ -331,11 +400,13 @@ class ServerEngine(_Engine):
             unit, step, image = event
             self._weights[unit] = image
             for piece in self.plan.units[unit].pieces:
-                self._narrow.pop(piece.index, None)
+                self._made.pop(piece.index, None)
             self._mark("updated", self.plan.units[unit].bucket, step, piece=self.plan.units[unit].pieces[0].index)
             event = m.Updated(unit, step)
         elif isinstance(event, tuple):
             event = self._take(*event)
+            if event is None:
+                return
         todo = deque(self._machine.handle(event))
         while todo:
             command = todo.popleft()
@@ -343,9 +414,14 @@ class ServerEngine(_Engine):
             if isinstance(command, m.Reduce):
                 todo.extend(self._machine.handle(m.Reduced(command.piece)))
 
-    def _take(self, source: int, message: Buffer) -> m.GradientReceived:
+    def _take(self, source: int, message: Buffer) -> m.GradientReceived | None:
         step, number = header.read(message)
         piece = self._known(source, number)
+        if self.plan.buckets[piece.bucket].row_bytes:
+            image = self._gathered(source, piece, message)
+            if image is None:
+                return None
+            message = image
         self._mark("received", piece.bucket, step, source, piece.index)
         if source in self._arrived[piece.index]:
             raise ProtocolError(f"rank {source} sent piece {piece.index} of bucket {piece.bucket} twice")
@@ -375,16 +451,23 @@ class ServerEngine(_Engine):
             raise DisagreementError(command.message)
 
     def _reduce(self, piece: Piece, step: int, clients: tuple[int, ...]) -> None:
-        number = self.plan.unit_of[piece.index]
-        if number not in self._means:
-            self._means[number] = aligned(self.plan.units[number].nbytes)
-        start = piece.offset - self.plan.units[number].pieces[0].offset
-        out = self._means[number][start : start + piece.nbytes]
+        number, bucket = self.plan.unit_of[piece.index], self.plan.buckets[piece.bucket]
         arrived = self._arrived[piece.index]
-        parts = [self._elements(arrived[client], piece) for client in clients]
-        reduce.mean(parts, self.plan.buckets[piece.bucket].dtype, self._incoming, out)
-        for message in arrived.values():
-            self._channel.release(message)
+        by_samples = self._wiring.average == "samples"
+        weights = [header.samples(arrived[client]) for client in clients] if by_samples else None
+        if bucket.row_bytes:
+            gradients = [arrived[client][HEADER_BYTES:] for client in clients]
+            summed = self._wiring.sum_rows
+            self._means[number] = rows.mean(gradients, bucket.dtype, bucket.row_bytes, weights, summed=summed)
+        else:
+            if number not in self._means:
+                self._means[number] = aligned(self.plan.units[number].nbytes)
+            start = piece.offset - self.plan.units[number].pieces[0].offset
+            out = self._means[number][start : start + piece.nbytes]
+            parts = [self._elements(arrived[client], piece) for client in clients]
+            reduce.mean(parts, bucket.dtype, self._form(piece, self._incoming), out, weights)
+            for message in arrived.values():
+                self._channel.release(message)
         arrived.clear()
         self._mark("reduced", piece.bucket, step, piece=piece.index)
 
@@ -393,16 +476,19 @@ class ServerEngine(_Engine):
             self._mark("broadcast", piece.bucket, step, client, piece.index)
             self.feed(m.WeightsSent(client, piece))
 
-        unit = self.plan.unit_of[piece.index]
-        message = header.message_of(self._weights[unit], self.plan.units[unit].pieces, piece)
-        if self._is_narrow(piece):
-            message = self._narrowed(piece, step, message)
-        self._isend(client, piece, message, partial(done, client, piece, step))
+        self._isend(client, piece, self._messages(piece), partial(done, client, piece, step))
 
-    def _narrowed(self, piece: Piece, step: int, message: Buffer) -> Buffer:
-        """The narrow message of a piece of the newest weights, made once for all clients."""
-        if piece.index not in self._narrow:
-            dtype = self.plan.buckets[piece.bucket].dtype
-            encode = partial(formats.encode, self._outgoing, dtype, message[HEADER_BYTES:])
-            self._narrow[piece.index] = self._narrow_message(piece, step, encode)
-        return self._narrow[piece.index]
+    def _messages(self, piece: Piece) -> list[Buffer]:
+        """The messages of a piece of the newest weights; what has to be made is made once for all clients."""
+        unit, bucket = self.plan.units[self.plan.unit_of[piece.index]], self.plan.buckets[piece.bucket]
+        narrow = self._is_narrow(piece)
+        if not bucket.row_bytes and not narrow:
+            return [header.message_of(self._weights[unit.index], unit.pieces, piece)]
+        if piece.index not in self._made:
+            if narrow:
+                message = header.message_of(self._weights[unit.index], unit.pieces, piece)
+                encode = partial(formats.encode, self._outgoing, bucket.dtype, message[HEADER_BYTES:])
+                self._made[piece.index] = [self._narrow_message(piece, message, encode)]
+            else:
+                self._made[piece.index] = self._by_rows(piece, self._weights[unit.index])
+        return self._made[piece.index]

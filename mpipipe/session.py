@@ -14,7 +14,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from mpipipe.context import Context
 
 Arrays = Sequence[NDArray[Any]]
+# What a variable gets in a step: nothing, a gradient for all of it, or one for some of its rows.
+Gradient = Literal["none", "whole", "rows"]
 Message = dict[str, Any]
 
 
@@ -125,6 +127,8 @@ class _Session:
     _variables: tuple[VariableSpec, ...] = ()
     # What the server has decided: the sizes, whether buckets may be updated by pieces, the wire formats, ...
     _agreed: Message
+    # The positions of variables that the server changes by itself, and clients have to have exactly.
+    _exact: tuple[int, ...] = ()
 
     def __init__(self, context: Context, number: int) -> None:
         self.number = number
@@ -137,14 +141,27 @@ class _Session:
         """Whether a step's weights may still be on their way when the next one begins."""
         return bool(self._agreed["overlap"])
 
-    def plan_for(self, has_gradient: Sequence[bool]) -> Plan:
-        """The plan for the variables agreed on, if these of them get a gradient; the same on every rank."""
+    @property
+    def sparse(self) -> bool:
+        """Whether gradients of some rows of a variable travel by rows."""
+        return bool(self._agreed["sparse"])
+
+    @property
+    def sums_rows(self) -> bool:
+        """Whether the gradients of one row that a client has in a step may be summed before they are sent."""
+        return bool(self._agreed["sum_rows"])
+
+    def plan_for(self, gradients: Sequence[Gradient]) -> Plan:
+        """The plan for the variables agreed on, if they get such gradients; the same on every rank."""
         sizes = {name: self._agreed[name] for name in ("piece_bytes", "fuse_bytes", "max_buckets", "divisible")}
-        return planning.make_plan(self._variables, has_gradient, **sizes)
+        rows = [position for position, kind in enumerate(gradients) if kind == "rows"]
+        has_gradient = [kind != "none" for kind in gradients]
+        return planning.make_plan(self._variables, has_gradient, **sizes, rows=rows, exact=self._exact)
 
     def _wiring(self, plan: Plan) -> Wiring:
         """How this rank's engine is connected. Collective."""
         shared = {name: self._agreed[name] for name in ("credit_bytes", "wire", "wire_weights", "overlap")}
+        shared |= {name: self._agreed[name] for name in ("average", "sum_rows")}
         channel = self._context.transport.open_channel()
         recorder = self._context.recorder
         layers = ["+".join(dict.fromkeys(plan.variables[v].layer for v in b.variables)) for b in plan.buckets]
@@ -179,33 +196,42 @@ class ClientSession(_Session):
             raise DisagreementError(answer["error"])
         return answer
 
-    def agree(self, variables: Sequence[VariableSpec]) -> None:
+    def agree(self, variables: Sequence[VariableSpec], exact: Sequence[int], rules: Message, **content: Any) -> Message:
         """Compare variables with the server's, and take over what it has decided.
 
+        Args:
+            variables, exact, rules: see :meth:`ServerSession.agree`.
+            **content: what else to tell the server.
+
+        Returns:
+            What the server has decided, and what else it tells.
+
         Raises:
-            DisagreementError: another rank has built a different model.
+            DisagreementError: another rank has built a different model, or has other rules.
         """
-        answer = self.round("agree", variables=planning.to_json(variables), version=__version__)
+        answer = self.round("agree", variables=planning.to_json(variables), version=__version__, rules=rules, **content)
+        self._exact = tuple(exact)
         # The server's names: Keras may have numbered layers differently here, and they decide what shares a bucket.
         self._variables = planning.from_json(answer["variables"])
         self._arrays = self._context.transport.open_channel()
         if answer["measures"]:
             links.take_part(self._arrays, SERVER)
         self._agreed = self._answer()
+        return self._agreed
 
-    def open(self, has_gradient: Sequence[bool], unsynchronised: bool, deliver: Deliver) -> bool:
+    def open(self, gradients: Sequence[Gradient], unsynchronised: bool, deliver: Deliver) -> bool:
         """Agree on the variables that get a gradient and start the engine.
 
         Args:
-            has_gradient: for each variable, whether this client has a gradient for it.
+            gradients: for each variable, what gradient this client has for it.
             unsynchronised: whether this client's first gradients come from weights that were not the server's.
             deliver: see :class:`ClientEngine`.
 
         Returns:
             Whether all ranks throw the first gradients away, because some come from other weights.
         """
-        answer = self.round("open", has_gradient=list(has_gradient), unsynchronised=unsynchronised)
-        self.plan = self.plan_for(has_gradient)
+        answer = self.round("open", gradients=list(gradients), unsynchronised=unsynchronised)
+        self.plan = self.plan_for(gradients)
         if self.plan.digest != answer["digest"]:
             raise ProtocolError("this rank's plan is not the server's: the ranks run different versions of mpipipe")
         self.engine = ClientEngine(self._wiring(self.plan), deliver, SERVER)
@@ -336,25 +362,45 @@ class ServerSession(_Session):
         self.answer("error", error=message)
         raise DisagreementError(message)
 
-    def agree(self, variables: Sequence[VariableSpec], *, divisible: bool) -> None:
+    def agree(
+        self,
+        variables: Sequence[VariableSpec],
+        exact: Sequence[int],
+        rules: Message,
+        *,
+        divisible: bool,
+        sum_rows: bool,
+        **content: Any,
+    ) -> dict[int, Message]:
         """Compare variables with the clients', and decide on sizes.
 
         Args:
-            variables: the trainable variables.
-            divisible: whether the optimizer may update them by pieces.
+            variables: what is updated.
+            exact: the positions of those that the server changes by itself, which travel plain in any wire format.
+            rules: settings of the optimizer by name, ``average`` among them, that have to be the same everywhere.
+            divisible: whether the optimizer may update variables by pieces.
+            sum_rows: whether gradients of rows may be summed (see :func:`mpipipe.wire.rows.mean`).
+            **content: what else to tell the clients.
+
+        Returns:
+            What the clients said.
 
         Raises:
-            DisagreementError: a client has built a different model; the message names the first layer that differs.
+            DisagreementError: a client has built a different model, or has other rules; the message names the first
+                layer that differs, or the rules.
         """
         said = self.collect("agree")
         self._fail_on(
             {c: f"mpipipe {s['version']}" for c, s in said.items()}, f"mpipipe {__version__}", "the ranks run {} and {}"
         )
+        for name, value in rules.items():
+            theirs_are = {client: repr(message["rules"].get(name)) for client, message in said.items()}
+            self._fail_on(theirs_are, repr(value), f"the ranks' optimizers have different {name}: {{}} and {{}}")
         theirs = {client: planning.from_json(message["variables"]) for client, message in said.items()}
         unlike = {c: v for c, v in theirs.items() if planning.first_difference(variables, v) is not None}
         if unlike:
             self.fail(_describe_difference(variables, unlike, self.clients))
-        self._variables = tuple(variables)
+        self._variables, self._exact = tuple(variables), tuple(exact)
         config, context = self._context.config, self._context
         wanted = {name: getattr(config, name) for name in ("piece_bytes", "fuse_bytes", "credit_bytes")}
         nbytes = sum(variable.nbytes for variable in variables)
@@ -379,9 +425,10 @@ class ServerSession(_Session):
                 wanted["piece_bytes"] >> 10,
                 wanted["credit_bytes"] >> 10,
             )
-        shared = {name: getattr(config, name) for name in ("max_buckets", "wire", "wire_weights", "overlap")}
-        self._agreed = {**wanted, **shared, "divisible": divisible}
-        self.answer("agreed", **self._agreed)
+        shared = {name: getattr(config, name) for name in ("max_buckets", "wire", "wire_weights", "sparse", "overlap")}
+        self._agreed = {**wanted, **shared, "divisible": divisible, "sum_rows": sum_rows, "average": rules["average"]}
+        self.answer("agreed", **self._agreed, **content)
+        return said
 
     def open(self, hand_over: Deliver) -> bool:
         """Take over from the clients which variables get a gradient and make the engine, which is yet to be started.
@@ -393,12 +440,18 @@ class ServerSession(_Session):
             Whether all ranks throw the first gradients away, because some come from other weights.
         """
         said = self.collect("open")
-        first = said[self.clients[0]]["has_gradient"]
+        first = said[self.clients[0]]["gradients"]
         for client, message in said.items():
-            for variable, ours, theirs in zip(self._variables, first, message["has_gradient"], strict=True):
-                if ours != theirs:
-                    having, lacking = (self.clients[0], client) if ours else (client, self.clients[0])
+            for variable, ours, theirs in zip(self._variables, first, message["gradients"], strict=True):
+                if "none" in (ours, theirs) and ours != theirs:
+                    having, lacking = (client, self.clients[0]) if ours == "none" else (self.clients[0], client)
                     self.fail(f"{variable.path} gets a gradient on rank {having} but none on rank {lacking}")
+                if ours != theirs:
+                    kinds = {"whole": "for all of it", "rows": "for some of its rows"}
+                    self.fail(
+                        f"{variable.path} gets a gradient {kinds[ours]} on rank {self.clients[0]} but one "
+                        f"{kinds[theirs]} on rank {client}"
+                    )
         skip_first = any(message["unsynchronised"] for message in said.values())
         self.plan = self.plan_for(first)
         self.answer("open", digest=self.plan.digest, skip_first=skip_first)

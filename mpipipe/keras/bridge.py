@@ -36,6 +36,7 @@ class Bridge:
         variables: by the position that the plan gives them.
         step: the step of what is given next, a ``tf.Variable`` of int64: it goes into every header. It is made before
             any graph is traced, for a ``tf.function`` is traced twice where a variable is made in it.
+        samples: the number of samples behind what is given next, such a variable too; it goes there as well.
         on_data: called when the graph has given a slot's image.
         on_mark: called with a mark's number (see :meth:`mark`) and the step.
     """
@@ -45,13 +46,14 @@ class Bridge:
         slots: Sequence[Bucket | Unit],
         variables: Sequence[Any],
         step: Any,
+        samples: Any,
         on_data: OnData,
         on_mark: Callable[[int, int], None] = lambda number, step: None,
     ) -> None:
         self.slots = slots
         self._slot_of = {slot.pieces[0].index: slot.index for slot in slots}
         self._variables = [compat.native(variable) for variable in variables]
-        self._step = step
+        self._step, self._samples = step, samples
         self._on_data, self._on_mark = on_data, on_mark
         with tf.init_scope(), tf.device("CPU"):
             # Whatever is given begins with a header: a slot's image with that of its first piece.
@@ -65,17 +67,25 @@ class Bridge:
         """The variables of a slot, as ``tf.Variable``."""
         return [self._variables[region.variable] for region in slot.regions]
 
-    def give(self, slot: Bucket | Unit, tensors: Sequence[Any]) -> None:
-        """In the graph: hand over one tensor for each of a slot's regions, as soon as all of them are there."""
+    def give(self, slot: Bucket | Unit, tensors: Sequence[Any], *, sum_rows: bool = False) -> None:
+        """In the graph: hand over one tensor for each of a slot's regions, as soon as all of them are there.
+
+        Of a slot that travels by rows it is ``tf.IndexedSlices``; ``sum_rows`` adds up what has the same index.
+        """
+        if slot.row_bytes:
+            (slices,) = tensors
+            fields = _rows(tf.cast(slices.indices, tf.int64), tf.cast(slices.values, slot.dtype), sum_rows)
+            _enqueue(self._handles[slot.index], tf.concat([*self._headers(slot), *fields], axis=0))
+            return
         contents = [_bytes(tf.cast(tensor, slot.dtype)) for tensor in tensors]
         parts = []
         for head, of_piece in zip(self._headers(slot), _cut(slot, contents), strict=True):
             parts += [head, *of_piece]
         _enqueue(self._handles[slot.index], tf.concat(parts, axis=0))
 
-    def end_step(self) -> None:
-        """In the graph: what is given from here on belongs to the next step."""
-        self._step.assign_add(1, read_value=False)
+    def end_step(self, ends: Any = True) -> None:
+        """In the graph: what is given from here on belongs to the next step, if it ``ends``."""
+        self._step.assign_add(tf.cast(ends, tf.int64), read_value=False)
 
     @property
     def steps(self) -> int:
@@ -95,9 +105,14 @@ class Bridge:
             _enqueue(handle, _bytes(head))
 
     def take(self, slot: Bucket | Unit, shapes: Sequence[Any]) -> list[Any]:
-        """In the graph: wait for a slot's next elements; returns a tensor of a given shape for each region."""
+        """In the graph: wait for a slot's next elements; returns a tensor of a given shape for each region.
+
+        Of a slot that travels by rows it is ``tf.IndexedSlices``.
+        """
         data = _dequeue(self._taken[slot.index].queue_ref)
         item = item_bytes(slot.dtype)
+        if slot.row_bytes:
+            return [_slices(data, tf.as_dtype(slot.dtype), item, tf.TensorShape(shapes[0]))]
         if len(shapes) > 1:
             parts = tf.split(data, [region.size * item for region in slot.regions])
         else:
@@ -123,8 +138,10 @@ class Bridge:
 
     def _headers(self, slot: Bucket | Unit) -> Any:
         """The headers of a slot's pieces."""
+        # See mpipipe.wire.header: the number and the samples share 8 bytes, of which samples are the upper half.
         numbers = np.array([[0, piece.index] for piece in slot.pieces], dtype=np.int64)
-        values = tf.constant(numbers) + tf.stack([self._step.read_value(), tf.constant(0, tf.int64)])
+        samples = tf.bitwise.left_shift(self._samples.read_value(), tf.constant(32, tf.int64))
+        values = tf.constant(numbers) + tf.stack([self._step.read_value(), samples])
         rows = tf.reshape(tf.bitcast(values, tf.uint8), [len(slot.pieces), header.HEADER_BYTES])
         return tf.unstack(rows)
 
@@ -156,6 +173,25 @@ def _dequeue(handle: Any) -> Any:
 def _bytes(tensor: Any) -> Any:
     """The bytes of a tensor, flat."""
     return tf.reshape(tf.bitcast(tensor, tf.uint8), [-1])
+
+
+def _rows(indices: Any, values: Any, summed: bool) -> list[Any]:
+    """What :func:`mpipipe.wire.rows.write` writes."""
+    if summed:
+        indices, places = tf.unique(indices)
+        values = tf.math.unsorted_segment_sum(values, places, tf.size(indices))
+    return [_bytes(tf.reshape(tf.size(indices, out_type=tf.int64), [1])), _bytes(indices), _bytes(values)]
+
+
+def _slices(data: Any, dtype: Any, item: int, shape: Any) -> Any:
+    """The inverse: ``tf.IndexedSlices`` of a variable of a given shape."""
+    count = tf.bitcast(data[:8], tf.int64)
+    cut = 8 + 8 * count
+    indices = tf.bitcast(tf.reshape(data[8:cut], [-1, 8]), tf.int64)
+    rows = tf.reshape(data[cut:], tf.concat([[count], tf.constant([*shape[1:], item], tf.int64)], axis=0))
+    values = tf.bitcast(rows, dtype)
+    values.set_shape([None, *shape[1:]])
+    return tf.IndexedSlices(values, indices, tf.constant(shape.as_list(), tf.int64))
 
 
 def _cut(slot: Bucket | Unit, contents: Sequence[Any]) -> list[list[Any]]:

@@ -57,6 +57,58 @@ def updates_by_variable(optimizer: Any) -> bool:
     return all(getattr(type(optimizer), name) is getattr(stock, name) for name in names)
 
 
+def step_counter(optimizer: Any) -> Any:
+    """The variable in which an optimizer counts its steps, those in which it only accumulates gradients too."""
+    return getattr(optimizer, "inner_optimizer", optimizer)._iterations
+
+
+def accumulates_at_clients(optimizer: Any) -> int:
+    """How many gradients a client can sum before it sends their sum, as ``gradient_accumulation_steps`` asks.
+
+    1 where it sends each: there is nothing to accumulate, or the optimizer does something in every step (``use_ema``,
+    a step of its own).
+    """
+    stock = keras.optimizers.Optimizer
+    of_keras = all(getattr(type(optimizer), n) is getattr(stock, n) for n in ("apply", "_backend_apply_gradients"))
+    steps = optimizer.gradient_accumulation_steps
+    return int(steps) if steps and of_keras and not optimizer.use_ema else 1
+
+
+def signals(optimizer: Any) -> list[Any]:
+    """What an optimizer that has been built changes by itself and its :meth:`scale_loss` reads, as variables."""
+    return [optimizer.dynamic_scale] if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else []
+
+
+def learning_rate(optimizer: Any) -> float | None:
+    """An optimizer's learning rate where it is a number that can be set; None for a schedule, or for several rates."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    try:
+        scheduled = isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
+        return None if scheduled else float(optimizer.learning_rate)
+    except AttributeError:
+        return None
+
+
+def is_linear(optimizer: Any) -> bool:
+    """Whether it is the same to an optimizer if it gets gradients of one row, or their sum.
+
+    Keras's others work on each: the square of a ``tf.IndexedSlices`` has the squares of its rows, and those that belong
+    to one row of the variable are added up afterwards.
+    """
+    clips = optimizer.clipnorm or optimizer.clipvalue or optimizer.global_clipnorm
+    return type(optimizer) is keras.optimizers.SGD and not clips
+
+
+def embeddings_of(model: Any) -> set[Any]:
+    """The keys (see :func:`variable_key`) of variables of which a step probably has gradients of some rows only.
+
+    Embeddings in another dtype than they compute in are cast as a whole before rows are taken.
+    """
+    found = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.Embedding) and layer.built]
+    return {variable_key(layer.embeddings) for layer in found if layer.compute_dtype == layer.variable_dtype}
+
+
 # Optimizers whose update of an element depends on nothing but that element's gradient, value and slots.
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Ftrl", "Lion")
 

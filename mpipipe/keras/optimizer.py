@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -18,9 +18,11 @@ from mpipipe.keras.bridge import Bridge
 from mpipipe.keras.update import Updater, is_divisible
 from mpipipe.logs import logger
 from mpipipe.protocol.plan import VariableSpec
-from mpipipe.session import ClientSession, ServerSession
+from mpipipe.session import ClientSession, Gradient, ServerSession
 from mpipipe.trace import Kind
-from mpipipe.wire import plain
+from mpipipe.transport.base import Buffer
+from mpipipe.wire import plain, rows
+from mpipipe.wire.accumulate import Accumulator
 
 
 class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
@@ -36,9 +38,13 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     Args:
         optimizer: a ``keras.optimizers.Optimizer``, or the name of one, such as ``"adam"``.
+        average: ``"clients"``: the mean over the clients' gradients, each of which is the mean over a batch. Or
+            ``"samples"``: the mean over all samples of a step, where clients' batches differ in size. ``fit`` and
+            ``train_on_batch`` count samples by themselves, a loop of your own says them by :meth:`count_samples`.
 
     Raises:
         TypeError: ``optimizer`` is something else.
+        ValueError: there is no such average, or it does not go with ``gradient_accumulation_steps``.
         EnvironmentProblem: mpipipe cannot work here (another Keras backend, an active ``tf.distribute`` strategy,
             no MPI); the message says what to do.
     """
@@ -47,21 +53,22 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     _ready = False  # whether there is a wrapped optimizer yet
     _opened = False  # whether all ranks know which variables get a gradient, and steps can be done
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, average: str = "clients") -> None:
         compat.check_environment()
         inner = _wrapped(optimizer)
+        if average not in ("clients", "samples"):
+            raise ValueError(f"average is {average!r}; it can be 'clients' or 'samples'")
         super().__init__(learning_rate=0.0, name=inner.name)
-        self.inner = inner
-        # Keras and its callbacks read these; the rest is looked up in the wrapped optimizer.
-        for name in ("_iterations", "_learning_rate", *_SHARED):
-            setattr(self, name, getattr(inner, name))
-        self._ready = True
+        self._average = average
         self._context = running.init()
+        self._wrap(inner)
+        self._ready = True
         self._session: ClientSession | ServerSession | None = None
         self._bridge: Bridge | None = None
         self._updater: Updater | None = None
         # The model that fit trains, whose state is exchanged with the weights: a function, as Keras would save a model.
         self._model: Callable[[], Any] = lambda: None
+        self._looked_at: Callable[[], Any] = lambda: None  # the one that a loop of the user's own gives
         self._agreed = False  # whether all ranks have the same variables and the server's values
         self._skip_first = False
         self._passed_steps = 0
@@ -70,6 +77,16 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         with tf.init_scope():
             self._step = tf.Variable(0, dtype=tf.int64, trainable=False)
             self._pending = tf.Variable(False, trainable=False)
+            # The number of samples behind the next gradients, if anybody wants to know.
+            self._samples = tf.Variable(0, dtype=tf.int64, trainable=False)
+            # Training steps whose gradients are in, or go into, what a client accumulates.
+            self._accumulated = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self._samples_counted = False
+        # What a client multiplies its loss by, where the wrapped optimizer changes that; the server's is the optimizer's.
+        self._scale: Any = None
+        # This client's learning rate when it was last the server's.
+        self._agreed_rate: float | None = None
+        self._rates_said: set[tuple[int, float]] = set()
         # Buckets whose queue holds what the variables hold, for a graph that begins with taking.
         self._primed: set[int] = set()
         self._void: list[Bridge] = []  # of plans that have turned out not to hold; there may be graphs that use them
@@ -79,6 +96,25 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         # Whether a step was traced that waits for its own weights, and would not if it were traced again.
         self.trace_again = False
         trainer.install()
+
+    def _wrap(self, inner: Any) -> None:
+        """Have ``inner`` as the wrapped optimizer."""
+        self.inner = inner
+        # Keras and its callbacks read these; the rest is looked up in the wrapped optimizer.
+        for name in ("_learning_rate", *_SHARED):
+            setattr(self, name, getattr(inner, name))
+        self._iterations = compat.step_counter(inner)
+        self._accumulates = 1 if self._context.alone else compat.accumulates_at_clients(inner)
+        if self._accumulates > 1 and self._average == "samples":
+            raise ValueError(
+                "average='samples' does not go with gradient_accumulation_steps: the numbers of samples of several "
+                "steps would have to be known before the first of them; leave one of them out"
+            )
+
+    def scale_losses(self) -> None:
+        """Have the loss scaled as Keras does with the policy ``mixed_float16``, unless it already is."""
+        if not isinstance(self.inner, keras.optimizers.LossScaleOptimizer):
+            self._wrap(keras.optimizers.LossScaleOptimizer(self.inner, name=self.inner.name))
 
     # What Keras sees of the optimizer is the wrapped one's.
 
@@ -134,8 +170,23 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         self.inner.set_weights(weights)
 
     def scale_loss(self, loss: Any) -> Any:
-        """Scale a loss as the wrapped optimizer does."""
+        """Scale a loss as the wrapped optimizer does; on a client by the server's newest factor, where it changes."""
+        if self._scale is not None:
+            return loss * tf.cast(self._scale, loss.dtype)
         return self.inner.scale_loss(loss)
+
+    def count_samples(self, count: Any) -> None:
+        """In a step of your own, before :meth:`apply`: the number of samples behind this client's gradients.
+
+        Needed with ``average="samples"``. A client without samples in a step gives 0; its gradients do not count.
+
+        Args:
+            count: a scalar, an int or a tensor.
+        """
+        if self._context.alone or self._context.is_server:
+            return
+        self._samples.assign(tf.cast(count, tf.int64), read_value=False)
+        self._samples_counted = True
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """Exclude variables from weight decay, as the wrapped optimizer does."""
@@ -158,7 +209,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         if self.built:
             return
         variables = list(variables)
-        if self._trains_here:
+        if self._trains_here and not self.inner.built:
             self.inner.build(variables)
         self._trainable_variables = variables
         self._positions = {compat.variable_key(variable): i for i, variable in enumerate(variables)}
@@ -208,6 +259,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             return
         if variables is not None:
             model = variables if isinstance(variables, keras.Model) else None
+            if model is not None and self._model() is None:
+                self._looked_at = weakref.ref(model)
             if model is not None and not compat.is_built(model):
                 return  # its variables are yet to come: this time apply waits for the weights
             self.synchronize(variables if model is None else model.trainable_variables)
@@ -215,7 +268,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             return
         with tf.init_scope():
             if self._bridge is None:
-                self._connect([True] * len(self._trainable_variables))
+                self._connect(self._expected())
         self._note(_STEP, [])
         if tf.inside_function():
             self._take_anyway()
@@ -252,7 +305,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             # has already computed with others, where they were not the same.
             late = fresh and not tf.inside_function() and self._changed_weights
             with tf.init_scope():
-                self._open([gradient is not None for gradient in grads], unsynchronised=late)
+                self._open(self._kinds(grads), unsynchronised=late)
         if self._context.is_server:
             self._serve_one()
         else:
@@ -338,7 +391,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         session.steps_done()
         self.settle()
         values = [variable.numpy() for variable in state]
-        answer = session.end_phase(values, **content)
+        iterations = int(self._iterations)
+        answer = session.end_phase(values, **content, iterations=iterations, rate=self.changed_rate())
         if answer["catch_up"]:
             assert self._bridge is not None
             trained = self._trained()
@@ -357,13 +411,18 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     def _trained(self) -> list[Any]:
         """The variables that get a gradient."""
         has_gradient = self.session.plan.has_gradient
-        return [variable for variable, has in zip(self._trainable_variables, has_gradient, strict=True) if has]
+        return [variable for variable, has in zip(self._carried, has_gradient, strict=True) if has]
 
     def collect_phase(self, state: Sequence[Any]) -> dict[str, Any]:
         """On the server: end the phase with all clients; returns the mean of their metrics."""
         session = self.session
         values = [variable.numpy() for variable in state]
         said = session.collect_phase(values)
+        self.note_rates({client: message["rate"] for client, message in said.items()})
+        if self._accumulates > 1:
+            # Clients may be in the middle of accumulating.
+            steps = max(message["iterations"] for message in said.values())
+            self._iterations.assign(max(steps, int(self._iterations)))
         means = session.mean_arrays(values)
         for variable, value in zip(state, means, strict=True):
             variable.assign(value)
@@ -371,7 +430,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         session.answer_phase(
             said,
             lambda: (compat.native(variable).numpy() for variable in self._trained()),
-            iterations=int(self.inner._iterations),
+            iterations=int(self._iterations),
+            rate=compat.learning_rate(self.inner),
         )
         session.send_arrays(means)
         return logs
@@ -380,7 +440,35 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         coming = self.session.receive_arrays([compat.native(variable) for variable in state])
         for variable, value in zip(state, coming, strict=True):
             variable.assign(value)
-        self.inner._iterations.assign(answer["iterations"])
+        self._iterations.assign(answer["iterations"])
+        self._take_rate(answer["rate"])
+
+    # The learning rate that counts is the server's.
+
+    def changed_rate(self) -> float | None:
+        """On a client: its learning rate, if it is no longer the one that the server had when they last met."""
+        rate = compat.learning_rate(self.inner)
+        return None if rate == self._agreed_rate else rate
+
+    def note_rates(self, said: Mapping[int, float | None]) -> None:
+        """On the server: say, once, where clients have set a learning rate that is not the server's."""
+        ours = compat.learning_rate(self.inner)
+        for client, rate in said.items():
+            if rate is None or rate == ours or (client, rate) in self._rates_said:
+                continue
+            self._rates_said.add((client, rate))
+            logger.warning(
+                "rank %d has set the learning rate %g, which has no effect: the server's counts, and is %s. Give the "
+                "callback to the server (rank 0) too",
+                client,
+                rate,
+                "a schedule" if ours is None else f"{ours:g}",
+            )
+
+    def _take_rate(self, rate: float | None) -> None:
+        if rate is not None and compat.learning_rate(self.inner) is not None:
+            self.learning_rate = rate
+        self._agreed_rate = compat.learning_rate(self.inner)
 
     def _agree(self, variables: list[Any]) -> None:
         """Compare the variables of all ranks, and have the server's values on each."""
@@ -393,16 +481,69 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         for spec in specs:
             if "float" not in spec.dtype and "complex" not in spec.dtype:
                 raise TypeError(f"{spec.path} is of dtype {spec.dtype}: only floats can be averaged")
-        natives = [compat.native(variable) for variable in variables]
+        signals = self._signals()
+        self._carried = [*variables, *signals]
+        specs += [VariableSpec(f"{self.name}/{n}", tuple(s.shape), compat.dtype_name(s)) for n, s in enumerate(signals)]
+        exact = range(len(variables), len(specs))
+        rules = {
+            "average": self._average,
+            "gradient_accumulation_steps": self._accumulates,
+            "loss scaling": bool(signals),
+        }
+        natives = [compat.native(variable) for variable in self._carried]
+        rate = compat.learning_rate(self.inner)
         self._changed_weights = False
         if self._context.is_server:
-            self.session.agree(specs, divisible=is_divisible(self.inner, variables))
+            iterations, divisible = int(self._iterations), is_divisible(self.inner, variables)
+            sum_rows = compat.is_linear(self.inner)
+            said = self.session.agree(
+                specs, exact, rules, divisible=divisible, sum_rows=sum_rows, iterations=iterations, rate=rate
+            )
+            self.note_rates({client: message["rate"] for client, message in said.items()})
             self.session.send_arrays(native.numpy() for native in natives)
         else:
-            self.session.agree(specs)
-            for variable, native, their in zip(variables, natives, self.session.receive_arrays(natives), strict=True):
-                self._changed_weights |= not np.array_equal(plain.encode(native.numpy()), plain.encode(their))
+            answer = self.session.agree(specs, exact, rules, rate=rate)
+            self._iterations.assign(answer["iterations"])
+            self._take_rate(answer["rate"])
+            theirs = self.session.receive_arrays(natives)
+            for variable, native, their in zip(self._carried, natives, theirs, strict=True):
+                same = np.array_equal(plain.encode(native.numpy()), plain.encode(their))
+                self._changed_weights |= not same and variable is not self._scale
                 variable.assign(their)
+
+    def _signals(self) -> list[Any]:
+        """What the server's optimizer changes by itself, and clients have to have: here, a client's copies."""
+        if self._context.is_server:
+            return compat.signals(self.inner)
+        if isinstance(self.inner, keras.optimizers.LossScaleOptimizer):
+            with tf.init_scope():
+                self._scale = tf.Variable(0.0, dtype=tf.float32, trainable=False)
+            return [self._scale]
+        return []
+
+    def _expected(self) -> list[Gradient]:
+        """What gradients there will probably be, before the first step has been traced."""
+        model = self._model() or self._looked_at()
+        by_rows = compat.embeddings_of(model) if model is not None and self._by_rows else set()
+        return ["rows" if compat.variable_key(v) in by_rows else "whole" for v in self._carried]
+
+    @property
+    def _by_rows(self) -> bool:
+        """Whether gradients that are ``tf.IndexedSlices`` stay so. What is accumulated is not: nor is it in Keras."""
+        return self.session.sparse and self._accumulates == 1
+
+    def _kinds(self, grads: Sequence[Any]) -> list[Gradient]:
+        """What gradient each variable gets, and what the server changes by itself."""
+        by_rows = self._by_rows
+        kinds: list[Gradient] = []
+        for gradient, variable in zip(grads, self._trainable_variables, strict=True):
+            if gradient is None:
+                kinds.append("none")
+            elif by_rows and isinstance(gradient, tf.IndexedSlices) and compat.native(variable).dtype.size in _BY_ROWS:
+                kinds.append("rows")
+            else:
+                kinds.append("whole")
+        return [*kinds, *["whole"] * (len(self._carried) - len(kinds))]  # type: ignore[list-item]
 
     def _in_order(self, grads: list[Any], variables: list[Any]) -> list[Any]:
         """The gradients by position of their variables; None for variables that are not given."""
@@ -421,24 +562,28 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             raise ValueError("there is no gradient for any variable")
         return ordered
 
-    def _open(self, has_gradient: list[bool] | None, *, unsynchronised: bool) -> None:
+    def _open(self, gradients: list[Gradient] | None, *, unsynchronised: bool) -> None:
         """Agree on which variables get a gradient; make the bridge and, on the server, the update."""
         session = self.session
         if isinstance(session, ServerSession):
             self._skip_first = session.open(lambda unit, data: self._bridge.put(unit, data))  # type: ignore[union-attr]
             assert session.engine is not None and session.plan is not None
-            self._bridge = Bridge(session.plan.units, self._trainable_variables, self._step, session.engine.updated)
-            self._updater = Updater(self.inner, self._trainable_variables, session.plan, self._bridge)
+            self._bridge = Bridge(
+                session.plan.units, self._carried, self._step, self._samples, session.engine.updated
+            )
+            self._updater = Updater(
+                self.inner, self._trainable_variables, session.plan, self._bridge, self._accumulates
+            )
             session.engine.start()
         else:
-            assert has_gradient is not None
-            missing = [v for v, has in zip(self._trainable_variables, has_gradient, strict=True) if not has]
+            assert gradients is not None
+            missing = [v for v, kind in zip(self._carried, gradients, strict=True) if kind == "none"]
             if missing:
                 warnings.warn(f"no gradient for {compat.names(missing)}: they are not trained", stacklevel=4)
-            if self._bridge is None or missing:
-                self._connect(has_gradient)
+            if self._bridge is None or gradients != self._gradients:
+                self._connect(gradients)
             self._skip_first = session.open(
-                has_gradient,
+                gradients,
                 unsynchronised,
                 lambda bucket, data: self._bridge.put(bucket, data),  # type: ignore[union-attr]
             )
@@ -457,20 +602,30 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             if bridge is not None:
                 bridge.close()
 
-    def _connect(self, has_gradient: list[bool]) -> None:
+    def _connect(self, gradients: list[Gradient]) -> None:
         """On a client: make the bridge for a plan. What began with :meth:`take_weights` of another one is void."""
         if self._bridge is not None:
             self._void.append(self._bridge)
         session = self.session
         self._took.clear()
         self._took_eagerly = False
-        self._has_gradient = has_gradient
-        plan = session.plan_for(has_gradient)
+        self._gradients = gradients
+        plan = session.plan_for(gradients)
+        done = int(self._iterations) % self._accumulates
+        self._accumulated.assign(done)
+        accumulator = Accumulator(plan.buckets, self._accumulates, done) if self._accumulates > 1 else None
+
+        def on_gradient(bucket: int, step: int, image: Buffer) -> None:
+            ready = image if accumulator is None else accumulator.add(bucket, image)
+            if ready is not None:
+                session.engine.gradient(bucket, step, ready)
+
         bridge = Bridge(
             plan.buckets,
-            self._trainable_variables,
+            self._carried,
             self._step,
-            lambda bucket, step, image: session.engine.gradient(bucket, step, image),
+            self._samples,
+            on_gradient,
             lambda number, step: self._on_mark(bridge, number, step),
         )
         self._bridge = bridge
@@ -516,6 +671,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         for bucket in bridge.slots:
             if self._context.recorder.active:
                 self._primed.add(bucket.index)
+            if bucket.row_bytes:
+                bridge.put(bucket.index, rows.none())
+                continue
             values = [np.frombuffer(variable.numpy().tobytes(), np.uint8) for variable in bridge.variables_of(bucket)]
             bridge.put(bucket.index, np.concatenate(values))
 
@@ -524,7 +682,13 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         assert self._bridge is not None
         variables = self._bridge.variables_of(bucket)
         values = self._bridge.take(bucket, [variable.shape for variable in variables])
-        assigned = [variable.assign(value, read_value=False) for variable, value in zip(variables, values, strict=True)]
+        if bucket.row_bytes:
+            (variable,), (new,) = variables, values
+            assigned = [
+                tf.raw_ops.ResourceScatterUpdate(resource=variable.handle, indices=new.indices, updates=new.values)
+            ]
+        else:
+            assigned = [v.assign(value, read_value=False) for v, value in zip(variables, values, strict=True)]
         if self._context.recorder.active:
             self._bridge.mark(_ASSIGNED + bucket.index, assigned)
 
@@ -556,28 +720,55 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         if self._skip_first and not tf.inside_function():
             self._skip_first = False
             return
-        given = [gradient is not None for gradient in grads]
-        if given != self._has_gradient:
-            changed = [
-                v for v, a, b in zip(self._trainable_variables, given, self._has_gradient, strict=True) if a != b
-            ]
+        changed = [
+            variable
+            for variable, gradient, kind in zip(self._trainable_variables, grads, self._gradients, strict=False)
+            if (gradient is None) != (kind == "none")
+        ]
+        if changed:
             raise MpipipeError(
                 f"the variables that get a gradient have changed since the first step: {compat.names(changed)}"
+            )
+        if self._average == "samples" and not self._samples_counted:
+            raise ValueError(
+                "average='samples' needs the number of samples behind the gradients: call "
+                "optimizer.count_samples(n) in each step, before apply"
             )
         if not took and tf.inside_function():
             tf.cond(self._pending.read_value(), self._take_all, lambda: False)
         elif not took:
             self.settle()
+        grads = [*grads, *(tf.zeros(signal.shape, signal.dtype) for signal in self._carried[len(grads) :])]
         for bucket in self._bridge.slots:
-            self._bridge.give(bucket, [tf.convert_to_tensor(grads[region.variable]) for region in bucket.regions])
-        self._bridge.end_step()
-        if took:
-            self._pending.assign(True)
-        else:
+            of_bucket = [grads[region.variable] for region in bucket.regions]
+            if bucket.row_bytes:
+                self._bridge.give(bucket, [_as_slices(g) for g in of_bucket], sum_rows=self.session.sums_rows)
+            else:
+                self._bridge.give(bucket, [tf.convert_to_tensor(gradient) for gradient in of_bucket])
+        if not took:
             self.trace_again |= tf.inside_function() and self.session.overlaps
-            for bucket in self._bridge.slots:
-                self._take(bucket)
-        self.inner._iterations.assign_add(1)
+        self._end_step(took)
+        self._iterations.assign_add(1)
+
+    def _end_step(self, took: bool) -> None:
+        """On a client, when its gradients are under way: wait for the weights, or note that they are to come."""
+        assert self._bridge is not None
+        if self._accumulates == 1:
+            self._bridge.end_step()
+            if took:
+                self._pending.assign(True)
+            else:
+                for bucket in self._bridge.slots:
+                    self._take(bucket)
+            return
+        sends = tf.equal(self._accumulated.assign_add(1) % self._accumulates, 0)
+        self._bridge.end_step(sends)
+        if took:
+            self._pending.assign(sends)
+        elif tf.inside_function():
+            tf.cond(sends, self._take_all, lambda: False)
+        elif bool(sends):
+            self._take_all()
 
     def _serve_one(self) -> None:
         """On the server: one step of a loop of the user's own, inside or outside of ``tf.function``."""
@@ -587,7 +778,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             begun = tf.numpy_function(self._wait_unless_skipped, [], tf.bool)
             begun.set_shape([])
             # A function of its own, traced once however often this graph is.
-            tf.cond(begun, self._updater.step, lambda: tf.convert_to_tensor(self.inner._iterations))
+            tf.cond(begun, self._updater.step, lambda: tf.convert_to_tensor(self._iterations))
         elif self._wait_unless_skipped():
             self.serve_step()
 
@@ -601,6 +792,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 # The numbers of marks: of the timeline, of steps that take old or new weights, and, plus its own number, of a bucket
 # whose weights have been assigned.
 _STEP, _LOSS, _TAKES, _TAKES_NEW, _ASSIGNED = 1, 2, 3, 4, 5
+
+# Bytes of an element of the variables whose rows can travel on their own.
+_BY_ROWS = (2, 4, 8)
 
 # Attributes of the wrapped optimizer that the base class sets too.
 _SHARED = (
@@ -622,10 +816,10 @@ def _wrapped(optimizer: Any) -> Any:
             raise TypeError(f"there is no Keras optimizer named {optimizer!r}") from error
     if isinstance(optimizer, DistributedOptimizer):
         raise TypeError("the optimizer is a DistributedOptimizer already: wrap a Keras optimizer once")
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    if isinstance(getattr(optimizer, "inner_optimizer", None), DistributedOptimizer):
         raise TypeError(
-            "LossScaleOptimizer is not supported: its scale would have to change on all ranks at once; "
-            "use the policy mixed_bfloat16, or pass the optimizer inside it"
+            "the optimizer inside LossScaleOptimizer is a DistributedOptimizer: put it around instead, "
+            "DistributedOptimizer(LossScaleOptimizer(...))"
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
@@ -634,6 +828,14 @@ def _wrapped(optimizer: Any) -> Any:
             f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         )
     return optimizer
+
+
+def _as_slices(gradient: Any) -> Any:
+    """``tf.IndexedSlices`` of a gradient, of all rows where it is one for all."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    gradient = tf.convert_to_tensor(gradient)
+    return tf.IndexedSlices(gradient, tf.range(tf.shape(gradient, tf.int64)[0]))
 
 
 def _trainable(variables: Any) -> list[Any]:

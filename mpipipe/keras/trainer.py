@@ -62,8 +62,11 @@ def _distributed(optimizer: Any) -> bool:
 def _compile(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
     optimizer = arguments.get("optimizer")
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and _distributed(optimizer.inner_optimizer):
-        raise ValueError("LossScaleOptimizer is not supported around a DistributedOptimizer: use mixed_bfloat16")
+    if _distributed(getattr(optimizer, "inner_optimizer", None)) and not _distributed(optimizer):
+        raise ValueError(
+            "the optimizer inside LossScaleOptimizer is a DistributedOptimizer: put it around instead, "
+            "DistributedOptimizer(LossScaleOptimizer(...))"
+        )
     if not _distributed(optimizer):
         original(model, *args, **kwargs)
         return
@@ -77,10 +80,8 @@ def _compile(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
             "the end; leave jit_compile out with a DistributedOptimizer"
         )
     if arguments.get("auto_scale_loss", True) and model.dtype_policy.name == "mixed_float16":
-        raise ValueError(
-            "the dtype policy mixed_float16 makes Keras scale the loss by a factor that would have to change on all "
-            "ranks at once, which is not supported: use mixed_bfloat16, or compile(..., auto_scale_loss=False)"
-        )
+        optimizer.scale_losses()  # Keras would put its LossScaleOptimizer around this one
+        arguments["auto_scale_loss"] = False
     arguments.pop("self")
     original(model, **arguments)
 
@@ -110,6 +111,8 @@ def _train_on_batch(original: Any, model: Any, x: Any, *args: Any, **kwargs: Any
         compat.build_from_batch(model, x)
     optimizer._model = weakref.ref(model)
     optimizer.synchronize(model.trainable_variables)
+    if not context.is_server:
+        optimizer.count_samples(compat.sample_count(x))
     as_dict = kwargs.pop("return_dict", False)
     if context.is_server:
         logs = _serve_batch(optimizer)
@@ -171,8 +174,8 @@ def _push_changed(optimizer: Any, model: Any, kind: str, known: dict[int, int] |
         changed = list(range(len(weights)))
     else:
         changed = [i for i, fingerprint in _fingerprints(model).items() if fingerprint != known.get(i)]
-    iterations = int(optimizer.inner._iterations)
-    optimizer.session.answer(kind, changed=changed, iterations=iterations, **content)
+    iterations, rate = int(optimizer._iterations), compat.learning_rate(optimizer.inner)
+    optimizer.session.answer(kind, changed=changed, iterations=iterations, rate=rate, **content)
     optimizer.session.send_arrays(compat.native(weights[i]).numpy() for i in changed)
 
 
@@ -251,7 +254,9 @@ class _ServerFit:
         session.collect("logs")
         session.answer("logs", logs=logs)
         callbacks.on_epoch_end(epoch, logs)
-        wanted = {client: said["more"] for client, said in session.collect("vote").items()}
+        votes = session.collect("vote")
+        optimizer.note_rates({client: said["rate"] for client, said in votes.items()})
+        wanted = {client: said["more"] for client, said in votes.items()}
         wanted[0] = epoch + 1 < self.arguments["epochs"] and not model.stop_training
         more = all(wanted.values())
         if not more and any(wanted.values()):
@@ -324,7 +329,10 @@ class _TrainStep:
                 parts = tf.nest.flatten(data, expand_composites=True)
                 with tf.control_dependencies([part for part in parts if tf.is_tensor(part)]):
                     model.optimizer.take_weights(model)
-            wrapper._count.assign_add(compat.sample_count(data))
+            samples = compat.sample_count(data)
+            if model is not None and _distributed(model.optimizer):
+                model.optimizer.count_samples(samples)
+            wrapper._count.assign_add(samples)
             return step(data)
 
         train_step.wrapper = wrapper  # type: ignore[attr-defined]
@@ -406,7 +414,7 @@ class _Last(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         more = epoch + 1 < self._epochs and not self.model.stop_training
-        answer = self._optimizer.session.round("vote", more=more)
+        answer = self._optimizer.session.round("vote", more=more, rate=self._optimizer.changed_rate())
         _take_changed(self._optimizer, self.model, answer)
         if not answer["more"]:
             self.model.stop_training = True

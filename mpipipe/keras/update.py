@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -25,13 +26,20 @@ class Updater:
         variables: all trainable variables.
         plan: its units are the bridge's slots.
         bridge: where gradients come from and weights go to.
+        accumulated: how many gradients of a client are summed in one that it sends (1: it accumulates none).
     """
 
-    def __init__(self, optimizer: Any, variables: Sequence[Any], plan: Plan, bridge: Bridge) -> None:
+    def __init__(
+        self, optimizer: Any, variables: Sequence[Any], plan: Plan, bridge: Bridge, accumulated: int = 1
+    ) -> None:
         self._optimizer = optimizer
         self._variables = list(variables)
         self._plan = plan
         self._bridge = bridge
+        self._accumulated = accumulated
+        # Besides the variables there may be some that the optimizer changes by itself (see compat.signals).
+        self._units = [unit for unit in plan.units if unit.regions[0].variable < len(self._variables)]
+        self._signals = plan.units[len(self._units) :]
         self._whole = needs_all_gradients(optimizer)
         if self._whole:
             logger.info("layers are updated together, at the end of the backward pass: %s", self._whole)
@@ -43,27 +51,37 @@ class Updater:
 
     def trace_step(self) -> Any:
         """In the graph: serve one step, every unit as soon as its gradients are there; returns its number."""
+        iterations = compat.step_counter(self._optimizer)
+        if self._accumulated > 1:
+            # Keras counts the steps in which gradients are only accumulated, too.
+            done = tf.convert_to_tensor(iterations) % self._accumulated
+            iterations.assign_add(self._accumulated - 1 - done)
         if self._whole:
             self._update_all()
         else:
-            for unit in self._plan.units:
-                if self._plan.divisible:
+            for unit in self._units:
+                if self._plan.divisible and not unit.row_bytes:
                     self._update_parts(unit)
                 else:
                     self._update(unit)
-            for variable, has_gradient in zip(self._variables, self._plan.has_gradient, strict=True):
+            for variable, has_gradient in zip(self._variables, self._plan.has_gradient, strict=False):
                 if not has_gradient:
                     self._average(variable, self._average_of(variable), variable)
             # Updates read the number of the step, so it may only change after all of them; TensorFlow sees to that.
-            self._optimizer._iterations.assign_add(1)
+            iterations.assign_add(1)
+        for unit in self._signals:
+            self._shaped(unit)  # nothing, but it has to be taken
+            self._give(unit)
         self._bridge.end_step()
-        return tf.convert_to_tensor(self._optimizer._iterations)
+        return tf.convert_to_tensor(iterations)
 
     def _gradients(self, unit: Unit, shapes: Sequence[Any]) -> list[Any]:
-        """The gradients of a unit's regions, and divided by the factor by which the loss was multiplied."""
+        """The gradients of a unit's regions, divided by the factor of the loss and by how many are in their sums."""
         gradients = self._bridge.take(unit, shapes)
-        factor = self._optimizer.loss_scale_factor
-        return gradients if factor is None else [gradient / factor for gradient in gradients]
+        for divisor in (self._optimizer.loss_scale_factor, self._accumulated if self._accumulated > 1 else None):
+            if divisor is not None:
+                gradients = [_divided(gradient, divisor) for gradient in gradients]
+        return gradients
 
     def _shaped(self, unit: Unit) -> list[Any]:
         """The gradients of a unit of whole variables, in their shapes."""
@@ -95,6 +113,7 @@ class Updater:
         """What ``Optimizer.apply`` does, for the variables of one bucket."""
         optimizer = self._optimizer
         variables = [self._variables[region.variable] for region in unit.regions]
+        before = self._before(unit)
         gradients = optimizer._clip_gradients(self._shaped(unit))
         optimizer._apply_weight_decay(variables)
         optimizer._backend_update_step(gradients, variables, optimizer.learning_rate)
@@ -102,19 +121,30 @@ class Updater:
             self._average(variable, self._average_of(variable), variable)
             if getattr(variable, "constraint", None) is not None:
                 variable.assign(variable.constraint(variable))
-        self._give(unit)
+        self._give(unit, before)
 
     def _update_all(self) -> None:
-        gradients: dict[int, Any] = {}
-        for unit in self._plan.units:
-            gradients.update(zip((region.variable for region in unit.regions), self._shaped(unit), strict=True))
-        positions = sorted(gradients)
-        self._optimizer.apply([gradients[p] for p in positions], [self._variables[p] for p in positions])
-        for unit in self._plan.units:
-            self._give(unit)
+        optimizer = self._optimizer
+        gradients: list[Any] = [None] * len(self._variables)
+        for unit in self._units:
+            for region, gradient in zip(unit.regions, self._shaped(unit), strict=True):
+                gradients[region.variable] = gradient
+        before = [self._before(unit) for unit in self._units]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there are variables without a gradient has been said
+            optimizer.apply(gradients, self._variables)  # which divides by what is accumulated, too
+        for unit, values in zip(self._units, before, strict=True):
+            self._give(unit, values)
 
-    def _give(self, unit: Unit) -> None:
-        self._bridge.give(unit, [variable.read_value() for variable in self._bridge.variables_of(unit)])
+    def _before(self, unit: Unit) -> Any:
+        """What a unit of rows holds before it is updated."""
+        return self._bridge.variables_of(unit)[0].read_value() if unit.row_bytes else None
+
+    def _give(self, unit: Unit, before: Any = None) -> None:
+        values = [variable.read_value() for variable in self._bridge.variables_of(unit)]
+        if unit.row_bytes:
+            values = [_changed_rows(before, values[0])]
+        self._bridge.give(unit, values)
 
     def _average_of(self, variable: Any) -> Any:
         if not self._optimizer.use_ema:
@@ -135,6 +165,20 @@ class Updater:
         if optimizer.ema_overwrite_frequency:
             due = tf.equal((optimizer.iterations + 1) % optimizer.ema_overwrite_frequency, 0)
             target.assign(tf.where(due, tf.convert_to_tensor(average), tf.convert_to_tensor(target)))
+
+
+def _divided(gradient: Any, factor: float) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values / factor, gradient.indices, gradient.dense_shape)
+    return gradient / factor
+
+
+def _changed_rows(before: Any, after: Any) -> Any:
+    """The rows of ``after`` in which any bit is another one than before, whatever the optimizer has changed."""
+    bits = {2: tf.int16, 4: tf.int32, 8: tf.int64}[before.dtype.size]
+    unlike = tf.not_equal(tf.bitcast(before, bits), tf.bitcast(after, bits))
+    changed = tf.where(tf.reduce_any(unlike, axis=list(range(1, len(before.shape)))))[:, 0]
+    return tf.IndexedSlices(tf.gather(after, changed), changed, tf.shape(after, tf.int64))
 
 
 class Part:
@@ -227,8 +271,8 @@ def needs_all_gradients(optimizer: Any) -> str:
     """Why an optimizer can only update all variables at once, in words; empty where it can do so one by one."""
     if optimizer.global_clipnorm:
         return "global_clipnorm needs the gradients of all layers"
-    if optimizer.gradient_accumulation_steps:
-        return "gradient_accumulation_steps needs the gradients of all layers"
+    if optimizer.gradient_accumulation_steps and compat.accumulates_at_clients(optimizer) == 1:
+        return "gradient_accumulation_steps with use_ema, or in such an optimizer, works on all layers in every step"
     if not compat.updates_by_variable(optimizer):
         return f"{type(optimizer).__name__} has a step of its own that needs the gradients of all layers"
     return ""

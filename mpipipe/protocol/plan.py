@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -79,7 +79,10 @@ class Bucket:
     """Whole variables that travel together and that a client's forward pass waits for together; sizes in bytes.
 
     ``priority`` orders buckets that are ready at the same time, least first: the place in the forward pass.
-    ``owner`` is the index of the server that updates the bucket.
+    ``exact`` is true where it travels plain whatever the wire format. ``row_bytes`` is not 0 where it is one variable of
+    whose rows, of so many bytes, only those travel that have a gradient or have changed. Its one piece is then as long
+    as any rows that travel, and its ``nbytes`` only says what is made of that for the credit. ``owner`` is the index of
+    the server that updates the bucket.
     """
 
     index: int
@@ -88,6 +91,8 @@ class Bucket:
     nbytes: int
     pieces: tuple[Piece, ...]
     priority: int
+    exact: bool = False
+    row_bytes: int = 0
     owner: int = 0
 
     @property
@@ -110,6 +115,7 @@ class Unit:
     dtype: str
     nbytes: int
     pieces: tuple[Piece, ...]
+    row_bytes: int = 0  # see Bucket
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,19 @@ class Plan:
         """What the server updates on its own, in forward order: pieces of a bucket are consecutive."""
         units: list[Unit] = []
         for bucket in self.buckets:
+            if bucket.row_bytes:
+                units.append(
+                    Unit(
+                        len(units),
+                        bucket.index,
+                        bucket.regions,
+                        bucket.dtype,
+                        bucket.nbytes,
+                        bucket.pieces,
+                        bucket.row_bytes,
+                    )
+                )
+                continue
             for pieces in ([piece] for piece in bucket.pieces) if self.divisible else [bucket.pieces]:
                 first, last = pieces[0], pieces[-1]
                 regions = _within(bucket, first.offset, last.offset + last.nbytes)
@@ -146,7 +165,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a client sends in a step."""
+        """Bytes that a client sends in a step, or would if it sent all rows of every variable."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
     @property
@@ -176,6 +195,8 @@ def make_plan(
     fuse_bytes: int,
     max_buckets: int,
     divisible: bool = False,
+    rows: Collection[int] = (),
+    exact: Collection[int] = (),
 ) -> Plan:
     """Group variables into buckets: by layer, fusing the tiny, splitting the large into pieces.
 
@@ -188,18 +209,21 @@ def make_plan(
         divisible: whether the server may update a bucket piece by piece. Pieces then end where a block of a variable
             does (a row, say), which moves each end by up to half of ``piece_bytes``: some pieces are shorter, and some
             may be almost twice as long as that.
+        rows: the positions of variables of which only some rows travel. Each is a bucket of its own.
+        exact: the positions of variables that travel plain whatever the wire format. Each is a bucket of its own.
     """
     variables, has_gradient = tuple(variables), tuple(has_gradient)
     if len(variables) != len(has_gradient):
         raise ValueError(f"{len(variables)} variables but {len(has_gradient)} marks")
-    groups = _by_layer(variables, has_gradient)
+    alone = {*rows, *exact}
+    groups = _by_layer(variables, has_gradient, alone)
     limit = fuse_bytes
-    fused = _fuse(groups, variables, limit)
+    fused = _fuse(groups, variables, limit, alone)
     while len(fused) > max_buckets:
         limit = max(2 * limit, 1024)
-        wider = _fuse(groups, variables, limit)
+        wider = _fuse(groups, variables, limit, alone)
         if len(wider) == len(fused) and limit > sum(v.nbytes for v in variables):
-            break  # only changes of dtype are left between them
+            break  # what is left between them are changes of dtype, and those that are to be alone
         fused = wider
     total = sum(variables[v].nbytes for group in fused for v in group)
     # As many bytes as it takes to stay within the tags, in whole elements of any dtype.
@@ -207,23 +231,33 @@ def make_plan(
     buckets, first = [], 0
     for index, group in enumerate(fused):
         specs = [variables[v] for v in group]
+        regions = tuple(Region(v, 0, math.prod(variables[v].shape)) for v in group)
+        if group[0] in rows:
+            piece = Piece(first, index, 0, min(specs[0].nbytes, piece_bytes))
+            row_bytes = specs[0].nbytes // specs[0].shape[0]
+            buckets.append(
+                Bucket(index, regions, specs[0].dtype, specs[0].nbytes, (piece,), index, True, row_bytes)
+            )
+            first += 1
+            continue
         ends = _ends(specs, piece_bytes, divisible)
         starts = [0, *ends[:-1]]
         spans = enumerate(zip(starts, ends, strict=True))
         pieces = tuple(Piece(first + i, index, at, end - at) for i, (at, end) in spans)
         first += len(pieces)
-        regions = tuple(Region(v, 0, math.prod(variables[v].shape)) for v in group)
-        buckets.append(Bucket(index, regions, specs[0].dtype, ends[-1], pieces, priority=index))
+        buckets.append(Bucket(index, regions, specs[0].dtype, ends[-1], pieces, index, group[0] in exact))
     return Plan(variables, has_gradient, tuple(buckets), divisible)
 
 
-def _by_layer(variables: Sequence[VariableSpec], has_gradient: Sequence[bool]) -> list[tuple[int, ...]]:
+def _by_layer(
+    variables: Sequence[VariableSpec], has_gradient: Sequence[bool], alone: Collection[int]
+) -> list[tuple[int, ...]]:
     """Positions of the variables that get a gradient, one group per run of the same layer and dtype."""
     groups: list[list[int]] = []
     for position, (variable, wanted) in enumerate(zip(variables, has_gradient, strict=True)):
         if not wanted or variable.nbytes == 0:
             continue
-        last = variables[groups[-1][-1]] if groups else None
+        last = variables[groups[-1][-1]] if groups and not {groups[-1][-1], position} & {*alone} else None
         if last is not None and (last.layer, last.dtype) == (variable.layer, variable.dtype):
             groups[-1].append(position)
         else:
@@ -231,13 +265,15 @@ def _by_layer(variables: Sequence[VariableSpec], has_gradient: Sequence[bool]) -
     return [tuple(group) for group in groups]
 
 
-def _fuse(groups: Sequence[tuple[int, ...]], variables: Sequence[VariableSpec], limit: int) -> list[tuple[int, ...]]:
+def _fuse(
+    groups: Sequence[tuple[int, ...]], variables: Sequence[VariableSpec], limit: int, alone: Collection[int]
+) -> list[tuple[int, ...]]:
     fused: list[tuple[int, ...]] = []
     size = 0
     for group in groups:
         nbytes = sum(variables[v].nbytes for v in group)
         same = fused and variables[fused[-1][-1]].dtype == variables[group[0]].dtype
-        if same and size + nbytes <= limit:
+        if same and not {fused[-1][-1], group[0]} & {*alone} and size + nbytes <= limit:
             fused[-1] += group
             size += nbytes
         else:

@@ -1,10 +1,11 @@
-"""What stands before the elements of a piece on the wire: the step it belongs to, and its number.
+"""What stands before the elements of a piece on the wire: the step it belongs to, its number, the samples behind it.
 
 A message without elements asks for the piece. Its number is then written as -1 minus it.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,19 +13,29 @@ from numpy.typing import NDArray
 
 from mpipipe.protocol.plan import Piece
 
-# Two int64: the step, the piece's index. It keeps what follows aligned to 16 bytes.
-HEADER_BYTES = 16
+# The step as an int64, the piece's index as an int32, the number of samples behind a gradient as a uint32 (0 where it
+# does not matter). It keeps what follows aligned to 16 bytes.
+_HEADER = struct.Struct("=qiI")
+HEADER_BYTES = _HEADER.size
+
+MAX_SAMPLES = 2**32 - 1
 
 
 def read(message: NDArray[np.uint8]) -> tuple[int, int]:
     """(step, piece index) of a message."""
-    step, piece = message[:HEADER_BYTES].view(np.int64)
-    return int(step), int(piece)
+    step, piece, _ = _HEADER.unpack_from(message)
+    return step, piece
 
 
-def write(message: NDArray[np.uint8], step: int, piece: int) -> None:
-    """Write (step, piece index) at the start of a message."""
-    message[:HEADER_BYTES].view(np.int64)[:] = step, piece
+def samples(message: NDArray[np.uint8]) -> int:
+    """The number of samples behind the gradient in a message."""
+    number: int = _HEADER.unpack_from(message)[2]
+    return number
+
+
+def write(message: NDArray[np.uint8], step: int, piece: int, samples: int = 0) -> None:
+    """Write (step, piece index, samples) at the start of a message."""
+    _HEADER.pack_into(message, 0, step, piece, samples)
 
 
 def question(step: int, piece: int) -> NDArray[np.uint8]:

@@ -14,7 +14,11 @@ _FORM_OF = {"float16": "fp16", "bfloat16": "bf16"}  # their elements are what th
 
 
 def mean(
-    parts: Sequence[NDArray[np.uint8]], dtype: str, form: str = "plain", out: NDArray[np.uint8] | None = None
+    parts: Sequence[NDArray[np.uint8]],
+    dtype: str,
+    form: str = "plain",
+    out: NDArray[np.uint8] | None = None,
+    weights: Sequence[int] | None = None,
 ) -> NDArray[np.uint8]:
     """Sum encoded arrays of one dtype in the order given, divide by their number.
 
@@ -26,6 +30,8 @@ def mean(
         dtype: the name of the elements' dtype.
         form: the wire format of the parts.
         out: where to write the mean: as many bytes as the elements have in memory. It may not overlap with the parts.
+        weights: how much each part counts: the number of samples behind it. Without them, or where no two differ, each
+            counts the same.
 
     Returns:
         The mean, as bytes of elements of ``dtype``: ``out``, or new memory.
@@ -41,13 +47,18 @@ def mean(
         out = np.empty(size * element.itemsize, np.uint8)
     for part in parts:
         formats.check_lengths(form, dtype, out.nbytes, part.nbytes)
+    if weights is not None and len(set(weights)) == 1:
+        weights = None
     arrays, result = [part.view(sent) for part in parts], out.view(element)
     # What is summed as it is needs no memory besides the result; numpy is fastest in one go.
-    step = max(size, 1) if sent == wide else formats.BLOCK
+    step = max(size, 1) if sent == wide and weights is None else formats.BLOCK
     for start in range(0, size, step):
         block = slice(start, start + step)
         total = result[block] if wide == element else np.empty(result[block].size, wide)
-        _mean([array[block] for array in arrays], dtype, form, total)
+        if weights is None:
+            _mean([array[block] for array in arrays], dtype, form, total)
+        else:
+            _weighted_mean([array[block] for array in arrays], weights, dtype, form, total)
         if wide != element:
             result[block] = total
     return out
@@ -62,6 +73,16 @@ def _mean(arrays: list[NDArray[Any]], dtype: str, form: str, total: NDArray[Any]
     for array in arrays[2:]:
         total += _widened(array, dtype, form, total.dtype)
     total /= np.asarray(len(arrays), dtype=total.dtype)
+
+
+def _weighted_mean(
+    arrays: list[NDArray[Any]], weights: Sequence[int], dtype: str, form: str, total: NDArray[Any]
+) -> None:
+    total[:] = 0
+    for array, weight in zip(arrays, weights, strict=True):
+        if weight:  # what comes from no samples may be NaN
+            total += _widened(array, dtype, form, total.dtype) * np.asarray(weight, dtype=total.dtype)
+    total /= np.asarray(sum(weights), dtype=total.dtype)
 
 
 def _widened(sent: NDArray[Any], dtype: str, form: str, wide: np.dtype[Any]) -> NDArray[Any]:

@@ -1,5 +1,8 @@
 """Two clients with half of every batch each compute what one process computes with whole batches."""
 
+import inspect
+from functools import partial
+
 import keras
 import numpy as np
 from cases.common import RANK, SIZE, assert_same_everywhere, compiled, mlp, record, regression
@@ -27,7 +30,7 @@ def largest_difference(ours, theirs):
     )
 
 
-def compare(case, make_optimizer, limit=1e-6, metrics=()):
+def compare(case, make_optimizer, limit=1e-6, metrics=(), title=""):
     """Train distributed, then on the server alone, and compare weights, slots and logged loss there."""
     (x, y), (own_x, own_y), share = parts()
     model = compiled(mlp(seed=RANK), make_optimizer(), metrics=list(metrics))
@@ -42,11 +45,34 @@ def compare(case, make_optimizer, limit=1e-6, metrics=()):
     expected = plain.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
     weights = largest_difference(model.get_weights(), plain.get_weights())
     slots = largest_difference(*([v.numpy() for v in m.optimizer.variables] for m in (model, plain)))
-    record(case, f"largest relative difference after {STEPS} steps: weights {weights:.1e}, slots {slots:.1e}")
+    record(case, f"{title}largest relative difference after {STEPS} steps: weights {weights:.1e}, slots {slots:.1e}")
     assert weights <= limit, weights
     assert slots <= 1e-5, slots  # of gradients, which shrink while their rounding does not
     for name, values in expected.history.items():
         np.testing.assert_allclose(history.history[name], values, rtol=1e-5)
+
+
+def shipped():
+    """Every optimizer in this version of Keras, as it comes and with each of its switches on: (name, maker)."""
+    base, common = keras.optimizers.Optimizer, inspect.signature(keras.optimizers.Optimizer).parameters
+    for name, cls in sorted(vars(keras.optimizers).items()):
+        if not (isinstance(cls, type) and issubclass(cls, base)) or cls in (base, keras.optimizers.LossScaleOptimizer):
+            continue
+        own = {key: p.default for key, p in inspect.signature(cls).parameters.items() if key not in common}
+        momentum = {"momentum": 0.9} if own.get("momentum") == 0.0 else {}
+        yield name, partial(cls, learning_rate=0.003)
+        for switch in [key for key, default in own.items() if default is False]:
+            yield f"{name} {switch}", partial(cls, learning_rate=0.003, **momentum, **{switch: True})
+
+
+def case_every_optimizer_that_keras_ships():
+    failed = []
+    for name, make in shipped():
+        try:
+            compare("every_optimizer_that_keras_ships", make, limit=1e-5, title=f"{name}: ")
+        except AssertionError as error:
+            failed.append(f"{name}: {error}")
+    assert not failed, failed
 
 
 def case_sgd_with_nesterov_momentum():
