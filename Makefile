@@ -1,5 +1,6 @@
 # make demo    set up everything and train the example on 4 ranks
 # make test    set up everything and run every test
+# make parity  print how far a model is from the one that one process trains, feature by feature
 # make bench   measure against the straight line and other ways, on hosts made of network namespaces (as root)
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 MPIRUN := $(BIN)/mpirun --oversubscribe --bind-to none
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo install test test-newest test-oldest lint bench bench-broadcast bench-cost clean
+.PHONY: demo install test test-newest test-oldest lint parity bench bench-broadcast bench-cost clean
 
 demo: install
 	$(MPIRUN) -np 4 $(BIN)/python examples/train.py
@@ -40,6 +41,9 @@ $(OLDEST)/installed: setup.cfg pyproject.toml
 	$(OLDEST)/bin/python $(PIP_INSTALL) --editable '.[$(TENSORFLOW),mpi,examples,dev]' \
 	    '$(TENSORFLOW)==2.16.*' 'keras==3.7.*' 'numpy<2'
 	touch $@
+
+parity: install $(MPICH)/installed
+	$(BIN)/python -m tests.parity $(PARITY)
 
 # For more: make bench BENCH='--full --mpi both --horovod-python PATH'
 bench: install $(MPICH)/installed

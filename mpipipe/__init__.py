@@ -22,6 +22,7 @@ from mpipipe.context import (
 __all__ = [
     "DistributedOptimizer",
     "__version__",
+    "callbacks",
     "client_index",
     "finalize",
     "init",
@@ -41,10 +42,14 @@ _launcher.quieten_tensorflow()
 _launcher.prepared = _launcher.prepare_tensorflow()
 _logs.print_errors_briefly()
 _ON_DEMAND = {"DistributedOptimizer": "mpipipe.keras.optimizer", "shard": "mpipipe.data"}
+_MODULES = {"callbacks": "mpipipe.keras.callbacks"}
 
 
 def __getattr__(name: str) -> _Any:
     if name in _ON_DEMAND:
         _import_module("mpipipe.keras.compat")  # which says what to do where TensorFlow is missing
         return getattr(_import_module(_ON_DEMAND[name]), name)
+    if name in _MODULES:
+        _import_module("mpipipe.keras.compat")
+        return _import_module(_MODULES[name])
     raise AttributeError(f"module 'mpipipe' has no attribute {name!r}")

@@ -177,9 +177,17 @@ class ClientSession(_Session):
 
     engine: ClientEngine | None = None
 
+    def __init__(self, context: Context, number: int) -> None:
+        super().__init__(context, number)
+        # After how many steps of this session the server wants this phase to end, if it does.
+        self.stop_after: int | None = None
+
     def receive(self, source: int, message: Message) -> None:
         """Take a control message, on the transport's thread."""
-        self.inbox.put(source, message)
+        if message["kind"] == "stop":
+            self.stop_after = message["after"]
+        else:
+            self.inbox.put(source, message)
 
     def round(self, kind: str, **content: Any) -> Message:
         """Say something to the server and wait for its answer to all clients.
@@ -302,6 +310,7 @@ class ServerSession(_Session):
         self.clients = list(context.clients)
         # Each client's latest metrics of this phase: (logs, samples).
         self.latest: dict[int, tuple[Message, int]] = {}
+        self.stopped = False  # whether a client has stopped in the middle of a phase
         # A client that was seen waiting where nobody answers it; it may just have been on its way.
         self._suspect: tuple[int, int, str] | None = None
         # What clients did before there was an engine to tell.
@@ -328,6 +337,7 @@ class ServerSession(_Session):
             return
         if message["kind"] == "phase":
             self.latest[source] = (message["logs"], message["samples"])
+            self.stopped |= message.get("stopped", False)
             self._feed(m.ClientLeft(source, message["steps"]))
         self.inbox.put(source, message)
 
@@ -352,6 +362,10 @@ class ServerSession(_Session):
         """Answer a round to all clients."""
         for client in self.clients:
             self._say(client, kind, content)
+
+    def stop(self, after: int) -> None:
+        """Have all clients end the phase after so many steps of this session in all."""
+        self.answer("stop", after=after)
 
     def fail(self, message: str) -> None:
         """End the run on every rank with one message.

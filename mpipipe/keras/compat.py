@@ -57,6 +57,16 @@ def updates_by_variable(optimizer: Any) -> bool:
     return all(getattr(type(optimizer), name) is getattr(stock, name) for name in names)
 
 
+def optimizers_inside(optimizer: Any) -> list[str]:
+    """The names of an optimizer's attributes that are optimizers, or lists of them."""
+
+    def is_one(value: Any) -> bool:
+        values = value if isinstance(value, (list, tuple)) else [value]
+        return any(isinstance(each, keras.optimizers.Optimizer) for each in values)
+
+    return [name for name, value in vars(optimizer).items() if is_one(value)]
+
+
 def step_counter(optimizer: Any) -> Any:
     """The variable in which an optimizer counts its steps, those in which it only accumulates gradients too."""
     return getattr(optimizer, "inner_optimizer", optimizer)._iterations
@@ -203,6 +213,12 @@ def state_of(model: Any) -> list[Any]:
     """
     own = {id(variable) for layer in model._flatten_layers() for variable in layer._non_trainable_variables}
     return [variable for variable in model.non_trainable_weights if id(variable) in own]
+
+
+def batch_statistics(model: Any) -> list[str]:
+    """The names of a model's layers that normalise by the statistics of a batch when they are trained."""
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+    return [layer.name for layer in layers if layer.trainable]
 
 
 def native(variable: Any) -> Any:

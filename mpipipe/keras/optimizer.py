@@ -84,6 +84,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         self._samples_counted = False
         # What a client multiplies its loss by, where the wrapped optimizer changes that; the server's is the optimizer's.
         self._scale: Any = None
+        self._first_rate = compat.learning_rate(inner)
         # This client's learning rate when it was last the server's.
         self._agreed_rate: float | None = None
         self._rates_said: set[tuple[int, float]] = set()
@@ -124,8 +125,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         return type(self.inner) if self.__dict__.get("_ready") else DistributedOptimizer
 
     def __dir__(self) -> list[str]:
-        # Keras saves what it finds here: the wrapped optimizer's variables are saved as this one's, once.
-        return [name for name in super().__dir__() if name != "inner"]
+        # Keras saves what it finds here: the wrapped optimizer's variables are saved as this one's, once, and so are the
+        # optimizers inside it.
+        inside = compat.optimizers_inside(self.inner) if "inner" in self.__dict__ else []
+        return [*(name for name in super().__dir__() if name != "inner"), *inside]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "inner" not in self.__dict__:
@@ -380,6 +383,11 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         assert isinstance(self._session, ServerSession) and self._session.engine is not None
         return self._session.wait_step()
 
+    @property
+    def steps(self) -> int:
+        """Steps begun on a client, or served on the server; where gradients are accumulated, those that are sent."""
+        return self._bridge.steps if self._bridge is not None else 0
+
     def serve_step(self) -> None:
         """On the server: serve the step that has begun."""
         assert self._updater is not None
@@ -423,6 +431,12 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             # Clients may be in the middle of accumulating.
             steps = max(message["iterations"] for message in said.values())
             self._iterations.assign(max(steps, int(self._iterations)))
+            if steps % self._accumulates:
+                logger.info(
+                    "%d of %d gradients to accumulate are at the clients: a model that is saved now goes on without",
+                    steps % self._accumulates,
+                    self._accumulates,
+                )
         means = session.mean_arrays(values)
         for variable, value in zip(state, means, strict=True):
             variable.assign(value)
@@ -499,7 +513,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             said = self.session.agree(
                 specs, exact, rules, divisible=divisible, sum_rows=sum_rows, iterations=iterations, rate=rate
             )
-            self.note_rates({client: message["rate"] for client, message in said.items()})
+            # A callback may have changed the server's already.
+            began_with = {c: message["rate"] for c, message in said.items() if message["rate"] != self._first_rate}
+            self.note_rates(began_with)
             self.session.send_arrays(native.numpy() for native in natives)
         else:
             answer = self.session.agree(specs, exact, rules, rate=rate)

@@ -209,9 +209,10 @@ class _ServerFit:
             add_progbar=arguments["verbose"] != 0,
             verbose=arguments["verbose"],
             epochs=arguments["epochs"],
-            steps=None if None in steps else max(steps),
+            steps=None if None in steps else max(steps) // optimizer._accumulates,
         )
         model.stop_training = False
+        self._say_what_differs()
         callbacks.on_train_begin()
         first = compat.first_epoch(model, arguments["initial_epoch"])
         session.answer("steps", first=first)
@@ -231,6 +232,15 @@ class _ServerFit:
         _push_changed(optimizer, model, "end", None)
         return model.history
 
+    def _say_what_differs(self) -> None:
+        """Where the model is not the one that one process would train."""
+        if layers := compat.batch_statistics(self.model):
+            logger.info(
+                "each client normalises by its own part of a batch, other than one process would: %s; the moving "
+                "statistics are the mean over clients",
+                ", ".join(layers),
+            )
+
     def _begin(self, epoch: int, callbacks: Any) -> None:
         """Begin an epoch, before the clients do: a callback may change weights here."""
         self.model.reset_metrics()
@@ -240,7 +250,8 @@ class _ServerFit:
         """Serve one epoch and begin the next; returns its logs and whether all ranks want another one."""
         model, optimizer = self.model, self.optimizer
         session = optimizer.session
-        step = 0
+        step, told = 0, False
+        session.stopped = False
         while optimizer.wait_step():
             callbacks.on_train_batch_begin(step)
             optimizer.serve_step()
@@ -248,6 +259,10 @@ class _ServerFit:
                 session.wait_reports()  # callbacks may rely on there being metrics; later ones are the latest
             callbacks.on_train_batch_end(step, session.mean_logs())
             step += 1
+            if not told and (model.stop_training or session.stopped):
+                # No client can have begun more than two further ones: so all of them end after the same step.
+                told = True
+                session.stop(after=optimizer.steps + 2)
         logs = optimizer.collect_phase(compat.state_of(model))
         known = _fingerprints(model)
         logs.update(self._validate(epoch, callbacks))
@@ -262,6 +277,8 @@ class _ServerFit:
         if not more and any(wanted.values()):
             done = sorted(rank for rank, wants in wanted.items() if not wants)
             logger.info("all ranks stop after epoch %d, because rank(s) %s do", epoch + 1, ", ".join(map(str, done)))
+        if not more and epoch + 1 < self.arguments["epochs"]:
+            model.stop_training = True
         if more:
             self._begin(epoch + 1, callbacks)
         _push_changed(optimizer, model, "vote", known, more=more)
@@ -374,6 +391,7 @@ class _First(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         optimizer = self._optimizer
+        optimizer.session.stop_after = None
         answer = optimizer.session.round("steps", steps=self.params.get("steps"))
         compat.set_first_epoch(self.model, answer["first"])
         if compat.is_built(self.model):  # else when the first step is traced
@@ -392,6 +410,9 @@ class _First(keras.callbacks.Callback):  # type: ignore[misc]
             # The first step was traced before it was known what there would be to take at its top.
             self._optimizer.trace_again = False
             self.model.make_train_function(force=True)
+        stop_after = self._optimizer.session.stop_after
+        if stop_after is not None and self._optimizer.steps >= stop_after:
+            self.model.stop_training = True
         now = time.monotonic()
         if now - self._reported >= _REPORT_EVERY:
             self._reported = now
@@ -400,7 +421,8 @@ class _First(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         logs = {} if logs is None else logs
         state = compat.state_of(self.model)
-        self._optimizer.end_phase(state, logs=compat.plain_logs(logs), samples=self._counter.value)
+        stopped = bool(self.model.stop_training)
+        self._optimizer.end_phase(state, logs=compat.plain_logs(logs), samples=self._counter.value, stopped=stopped)
         logs.update(self._optimizer.session.round("logs")["logs"])
 
 

@@ -102,14 +102,21 @@ def plan_of(sizes: list[int], piece_bytes: int = 1 << 20, dtype: str = "float32"
     )
 
 
-def image_of(pieces: Sequence[Piece], step: int, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def image_of(pieces: Sequence[Piece], step: int, data: NDArray[np.uint8], samples: int = 0) -> NDArray[np.uint8]:
     """The image of consecutive pieces whose elements are ``data``: their messages, one after the other."""
     assert data.nbytes == sum(piece.nbytes for piece in pieces)
     messages = []
     for piece in pieces:
         start = piece.offset - pieces[0].offset
         message = np.empty(HEADER_BYTES + piece.nbytes, np.uint8)
-        header.write(message, step, piece.index)
+        header.write(message, step, piece.index, samples)
         message[HEADER_BYTES:] = data[start : start + piece.nbytes]
         messages.append(message)
     return np.concatenate(messages)
+
+
+def image_of_rows(piece: Piece, step: int, data: NDArray[np.uint8], samples: int = 0) -> NDArray[np.uint8]:
+    """The image of a piece of which rows travel: a header, and the rows, however many there are."""
+    image = np.concatenate([np.empty(HEADER_BYTES, np.uint8), data])
+    header.write(image, step, piece.index, samples)
+    return image

@@ -5,13 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from ranks import Ranks, dense, image_of, run_ranks
+from ranks import Ranks, dense, image_of, image_of_rows, run_ranks
 
 from mpipipe import link
 from mpipipe import session as sessions
@@ -22,12 +22,16 @@ from mpipipe.protocol.plan import VariableSpec
 from mpipipe.session import Inbox, ServerSession
 from mpipipe.timeline import chrome
 from mpipipe.transport.inproc import Network
-from mpipipe.wire import plain
+from mpipipe.wire import plain, rows
+from mpipipe.wire.header import HEADER_BYTES
 
 SECONDS = 20.0
 
 # With these nobody has to measure the network.
 SIZES = {"piece_bytes": 4 << 20, "fuse_bytes": 16 << 10, "credit_bytes": 32 << 20}
+
+# What the optimizers of all ranks have in common.
+RULES = {"average": "clients", "gradient_accumulation_steps": 1}
 
 
 class World:
@@ -61,11 +65,19 @@ def world():
         each.network.close()
 
 
-def agree(rank: int, session: Any, variables: list[VariableSpec], divisible: bool = False) -> None:
+def agree(
+    rank: int,
+    session: Any,
+    variables: list[VariableSpec],
+    divisible: bool = False,
+    rules: dict[str, Any] = RULES,
+    exact: Sequence[int] = (),
+    sum_rows: bool = True,
+) -> None:
     if rank == 0:
-        session.agree(variables, divisible=divisible)
+        session.agree(variables, exact, rules, divisible=divisible, sum_rows=sum_rows)
     else:
-        session.agree(variables)
+        session.agree(variables, exact, rules)
 
 
 def assert_all_disagree(outcomes: dict[int, Any], *words: str) -> None:
@@ -131,23 +143,70 @@ def test_ranks_with_different_versions_do_not_train_together(world, monkeypatch)
     assert_all_disagree(outcomes, "mpipipe 0.0 (rank 2)", "(rank 0)")
 
 
+@pytest.mark.parametrize("other", [0, 2])
+@pytest.mark.parametrize("name,value", [("average", "samples"), ("gradient_accumulation_steps", 3)])
+def test_other_rules_on_one_rank_are_an_error_on_all_ranks_that_names_the_rule_and_both_values(
+    world, other, name, value
+):
+    def act(rank: int, session: Any) -> None:
+        agree(rank, session, dense("a", 3, 4), rules={**RULES, name: value} if rank == other else RULES)
+
+    sides = [f"{value!r} (rank {other})", f"{RULES[name]!r} (rank {0 if other else 1})"]
+    assert_all_disagree(world(3).run(act), f"different {name}", *sides)
+
+
+def test_a_rule_that_one_rank_does_not_know_is_an_error_on_all_ranks(world):
+    def act(rank: int, session: Any) -> None:
+        agree(rank, session, dense("a", 3, 4), rules={**RULES, "loss_scale": 2.0} if rank == 0 else RULES)
+
+    assert_all_disagree(world(3).run(act), "different loss_scale", "2.0 (rank 0)", "None (rank 1)")
+
+
+def test_what_else_there_is_to_tell_reaches_the_other_side_both_ways(world):
+    def act(rank: int, session: Any) -> Any:
+        if rank:
+            answer = session.agree(MODEL, (), RULES, rate=0.1 * rank, iterations=rank)
+            return answer["rate"], answer["iterations"]
+        said = session.agree(MODEL, (), RULES, divisible=False, sum_rows=True, rate=0.5, iterations=3)
+        return {client: (message["rate"], message["iterations"]) for client, message in said.items()}
+
+    assert world(3).run(act) == {0: {1: (0.1, 1), 2: (0.2, 2)}, 1: (0.5, 3), 2: (0.5, 3)}
+
+
+@pytest.mark.parametrize("sum_rows", [False, True])
+@pytest.mark.parametrize("average", ["clients", "samples"])
+def test_how_gradients_are_averaged_and_whether_rows_are_summed_reaches_every_rank_and_its_engine(
+    world, average, sum_rows
+):
+    made, rules = world(3), {**RULES, "average": average}
+    made.run(lambda rank, session: agree(rank, session, MODEL, rules=rules, sum_rows=sum_rows))
+    assert [session.sums_rows for session in made.sessions] == [sum_rows] * 3
+
+    def wiring(rank: int, session: Any) -> tuple[str, bool]:
+        wired = session._wiring(session.plan_for(["whole"] * 4))
+        return wired.average, wired.sum_rows
+
+    assert made.run(wiring) == dict.fromkeys(range(3), (average, sum_rows))
+
+
 # ------------------------------------------------------------------------------------------- what the server decides
 
 
 @pytest.mark.parametrize("divisible", [False, True])
 def test_what_the_server_has_decided_is_what_all_ranks_go_by(world, divisible):
-    made = world(3, piece_bytes=2048, wire="bf16", wire_weights="fp16", overlap=False, max_buckets=7)
+    made = world(3, piece_bytes=2048, wire="bf16", wire_weights="fp16", overlap=False, max_buckets=7, sparse=False)
     for context in made.contexts[1:]:  # as if only the server had the environment variables
         context.config = Config()
     made.run(lambda rank, session: agree(rank, session, dense("a", 3, 4), divisible))
     agreed = {
         **SIZES, "piece_bytes": 2048, "max_buckets": 7, "divisible": divisible,
-        "wire": "bf16", "wire_weights": "fp16", "overlap": False,
+        "wire": "bf16", "wire_weights": "fp16", "overlap": False, "sparse": False, "sum_rows": True,
+        "average": "clients",
     }  # fmt: skip
     for session in made.sessions:
         assert {name: session._agreed[name] for name in agreed} == agreed
-        assert not session.overlaps
-        assert session.plan_for([True, True]).divisible == divisible
+        assert not session.overlaps and not session.sparse and session.sums_rows
+        assert session.plan_for(["whole"] * 2).divisible == divisible
 
 
 @pytest.mark.parametrize("given", [set(SIZES), {"piece_bytes"}])
@@ -317,7 +376,7 @@ def test_ranks_that_open_have_the_same_plan_made_with_the_servers_sizes(world):
         agree(rank, session, [VariableSpec(f"r{rank}/{v.path}", v.shape, v.dtype) for v in MODEL])
         if rank == 0:
             return session.open(lambda *_: None)
-        return session.open([True, False, True, True], rank == 2, lambda *_: None)
+        return session.open(["whole", "none", "whole", "whole"], rank == 2, lambda *_: None)
 
     assert made.run(act) == dict.fromkeys(range(3), True)  # one rank's first gradients are of no use: all skip them
     assert len({session.plan.digest for session in made.sessions}) == 1
@@ -329,7 +388,7 @@ def test_ranks_that_open_have_the_same_plan_made_with_the_servers_sizes(world):
 def test_first_gradients_are_used_where_all_ranks_had_the_servers_weights(world):
     def act(rank: int, session: Any) -> Any:
         agree(rank, session, MODEL)
-        return session.open(*([] if rank == 0 else [[True] * 4, False]), lambda *_: None)
+        return session.open(*([] if rank == 0 else [["whole"] * 4, False]), lambda *_: None)
 
     assert world(3).run(act) == dict.fromkeys(range(3), False)
 
@@ -340,9 +399,50 @@ def test_a_variable_that_gets_a_gradient_on_one_rank_only_is_an_error_that_names
         if rank == 0:
             session.open(lambda *_: None)
         else:
-            session.open([True, True, rank != 2, True], False, lambda *_: None)
+            session.open(["whole", "whole", "none" if rank == 2 else "whole", "whole"], False, lambda *_: None)
 
     assert_all_disagree(world().run(act), "b/kernel gets a gradient on rank 1 but none on rank 2")
+
+
+@pytest.mark.parametrize("one,another", [("rows", "whole"), ("whole", "rows")])
+def test_a_variable_that_gets_rows_on_one_rank_and_all_of_it_on_another_is_an_error_that_names_it_and_the_ranks(
+    world, one, another
+):
+    def act(rank: int, session: Any) -> None:
+        agree(rank, session, MODEL)
+        if rank == 0:
+            session.open(lambda *_: None)
+        else:
+            session.open(["whole", "whole", another if rank == 2 else one, "whole"], False, lambda *_: None)
+
+    words = {"rows": "for some of its rows", "whole": "for all of it"}
+    assert_all_disagree(
+        world().run(act), f"b/kernel gets a gradient {words[one]} on rank 1 but one {words[another]} on rank 2"
+    )
+
+
+def test_a_variable_that_gets_rows_on_one_rank_and_none_on_another_is_an_error_that_names_it_and_the_ranks(world):
+    def act(rank: int, session: Any) -> None:
+        agree(rank, session, MODEL)
+        if rank == 0:
+            session.open(lambda *_: None)
+        else:
+            session.open(["none" if rank == 1 else "rows", *["whole"] * 3], False, lambda *_: None)
+
+    assert_all_disagree(world().run(act), "a/kernel gets a gradient on rank 2 but none on rank 1")
+
+
+def test_variables_of_rows_and_exact_ones_are_buckets_of_their_own_in_the_plan_of_every_rank(world):
+    def act(rank: int, session: Any) -> Any:
+        agree(rank, session, MODEL, exact=[3])
+        if rank == 0:
+            session.open(lambda *_: None)
+        else:
+            session.open(["rows", "whole", "whole", "whole"], False, lambda *_: None)
+        return [(bucket.variables, bucket.exact, bucket.row_bytes) for bucket in session.plan.buckets]
+
+    expected = [((0,), True, 16), ((1, 2), False, 0), ((3,), True, 0)]
+    assert world(3).run(act) == dict.fromkeys(range(3), expected)
 
 
 def opening(steps: Callable[[int, Any], Any], divisible: bool = False) -> Callable[[int, Any], Any]:
@@ -375,7 +475,7 @@ def opening(steps: Callable[[int, Any], Any], divisible: bool = False) -> Callab
                 session.weights[bucket] = data.copy()
                 session.delivered.release()
 
-            session.open([True] * 4, False, deliver)
+            session.open(["whole"] * 4, False, deliver)
         return steps(rank, session)
 
     return act
@@ -475,6 +575,100 @@ def test_steps_are_done_with_whatever_settings(world, settings):
     assert sent == 3 * (plan.nbytes // (2 if "wire" in settings else 1) + 16 * len(plan.pieces))
 
 
+# A model of an embedding and a layer.
+TABLE = [VariableSpec("table/embeddings", (50, 3), "float32"), *dense("a", 3, 4)]
+
+
+def opening_table(steps: Callable[[int, Any], Any]) -> Callable[[int, Any], Any]:
+    """As :func:`opening`, for ``TABLE``, of whose embedding rows travel. A row is changed by minus its gradient."""
+
+    def act(rank: int, session: Any) -> Any:
+        agree(rank, session, TABLE)
+        weights = session.newest = [np.zeros(variable.shape, np.float32) for variable in TABLE]
+        if rank == 0:
+            done = [0, 0]  # steps by unit
+
+            def update(number: int, mean: Any) -> None:
+                unit, step = session.plan.units[number], done[number]
+                if unit.row_bytes:
+                    indices, elements = rows.read(mean, unit.row_bytes)
+                    weights[0][indices] -= elements.view(np.float32)
+                    new = rows.write(indices, weights[0][indices].view(np.uint8))
+                    image = image_of_rows(unit.pieces[0], step, new)
+                else:
+                    for region, part in zip(unit.regions, np.split(mean.view(np.float32), [12]), strict=True):
+                        weights[region.variable] -= part.reshape(TABLE[region.variable].shape)
+                    new = np.concatenate([plain.encode(weights[region.variable]) for region in unit.regions])
+                    image = image_of(unit.pieces, step, new)
+                session.engine.updated(number, step, image)
+                done[number] += 1
+
+            session.open(update)
+            session.engine.start()
+        else:
+            session.delivered, session.done = threading.Semaphore(0), 0
+
+            def deliver(bucket: int, data: Any) -> None:
+                if bucket == 0:
+                    indices, elements = rows.read(data, 12)
+                    weights[0][indices] = elements.view(np.float32)
+                    session.rows_received = len(indices)
+                else:
+                    kernel, bias = np.split(data.view(np.float32), [12])
+                    weights[1], weights[2] = kernel.reshape(3, 4).copy(), bias.copy()
+                session.delivered.release()
+
+            session.open(["rows", "whole", "whole"], False, deliver)
+        return steps(rank, session)
+
+    return act
+
+
+def train_step_of_table(session: Any, indices: list[int], value: float) -> None:
+    """A step in which these rows, and all of the layer, get a gradient of this value."""
+    of_rows = rows.write(np.array(indices, np.int64), np.full((len(indices), 3), value, np.float32).view(np.uint8))
+    table, layer = session.plan.buckets
+    of_layer = plain.encode(np.full(16, value, np.float32))
+    session.engine.gradient(1, session.done, image_of(layer.pieces, session.done, of_layer))
+    session.engine.gradient(0, session.done, image_of_rows(table.pieces[0], session.done, of_rows))
+    for _ in range(2):
+        assert session.delivered.acquire(timeout=SECONDS)
+    session.done += 1
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@pytest.mark.parametrize("settings", [{}, {"credit_bytes": 1024, "piece_bytes": 1024}, {"overlap": False}])
+def test_rows_that_have_a_gradient_are_updated_on_all_ranks_and_only_those_travel(world, seed, settings):
+    def steps(rank: int, session: Any) -> Any:
+        if rank == 0:
+            while session.wait_step():
+                pass
+            session.answer_phase(session.collect_phase([]), lambda: session.newest)
+        else:
+            train_step_of_table(session, [7, 40 + rank], float(rank))
+            assert session.rows_received == 3
+            train_step_of_table(session, [], 0.0)
+            assert session.rows_received == 0
+            if rank == 2:
+                train_step_of_table(session, [0], 4.0)
+            answer = session.end_phase([], logs={}, samples=0)
+            assert answer["catch_up"] == (rank == 1)
+            if answer["catch_up"]:
+                session.newest[:] = list(session.receive_arrays([np.zeros(v.shape, np.float32) for v in TABLE]))
+                session.engine.caught_up(answer["steps"])
+        return [array.tolist() for array in session.newest]
+
+    table = np.zeros((50, 3), np.float32)
+    table[[0, 7, 41, 42]] = [[-4.0], [-1.5], [-0.5], [-1.0]]
+    expected = [table, np.full((3, 4), -5.5), np.full(4, -5.5)]
+    made = world(3, seed, **settings)
+    outcomes = made.run(opening_table(steps))
+    assert outcomes == dict.fromkeys(range(3), [array.tolist() for array in expected])
+    sent = [HEADER_BYTES + rows.PART_BYTES + n * (8 + 12) for n in (2, 0, 1)]
+    assert made.sessions[1].engine.bytes_sent == sum(sent[:2]) + 2 * (HEADER_BYTES + 64)
+    assert made.sessions[2].engine.bytes_sent == sum(sent) + 3 * (HEADER_BYTES + 64)
+
+
 def test_other_state_than_the_servers_is_an_error_on_all_ranks_that_names_the_client(world):
     def steps(rank: int, session: Any) -> Any:
         if rank:
@@ -572,7 +766,7 @@ def test_a_client_that_waits_in_another_optimizers_round_while_a_step_waits_for_
         if rank == 1:
             train_step(session, 1.0)
         elif rank == 2:
-            made.contexts[2].new_session().agree(MODEL)
+            agree(rank, made.contexts[2].new_session(), MODEL)
 
     made.start(opening(steps))
     error = caught.get(timeout=SECONDS)
@@ -755,7 +949,7 @@ def test_a_server_whose_script_ends_while_clients_make_another_optimizer_ends_th
         if rank == 0:
             made.contexts[0].finalize()
         else:
-            made.contexts[1].new_session().agree(MODEL)
+            agree(rank, made.contexts[1].new_session(), MODEL)
 
     outcome = made.start(act).join(SECONDS, only={0})[0]
     assert isinstance(outcome, MpipipeError) and "rank 1 is building its optimizer" in str(outcome)
