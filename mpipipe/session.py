@@ -208,7 +208,9 @@ class ClientSession(_Session):
         """Compare variables with the server's, and take over what it has decided.
 
         Args:
-            variables, exact, rules: see :meth:`ServerSession.agree`.
+            variables: see :meth:`ServerSession.agree`.
+            exact: likewise.
+            rules: likewise.
             **content: what else to tell the server.
 
         Returns:

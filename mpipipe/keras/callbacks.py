@@ -11,7 +11,7 @@ from mpipipe.keras import compat
 
 
 class LearningRateWarmup(keras.callbacks.Callback):  # type: ignore[misc]
-    """Lets the learning rate grow with the steps from rate / clients to the rate, linearly, and then leaves it alone.
+    """Lets the learning rate grow from rate / clients to the rate, linearly with the steps, then leaves it alone.
 
     With n clients a step sees n times the samples, for which one takes n times the learning rate; too much for the
     first steps, with which the weights change fastest. Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet
@@ -22,13 +22,13 @@ class LearningRateWarmup(keras.callbacks.Callback):  # type: ignore[misc]
 
     Args:
         steps: in how many steps.
-        epochs: or in how many epochs. Their length has to be known: not for a generator.
+        epochs: or in how many epochs. Their length has to be known, which that of a generator is not.
         learning_rate: what is reached; by default the rate that the optimizer has when training begins. Needed where a
             run goes on that was broken off while the rate was growing.
 
     Raises:
-        ValueError: not one of ``steps`` and ``epochs`` is given; or, when training begins, the length of an epoch is not
-            known, or the learning rate is a schedule.
+        ValueError: not one of ``steps`` and ``epochs`` is given; or, when training begins, the length of an epoch is
+            not known, or the learning rate is a schedule.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             # Training steps whose gradients are in, or go into, what a client accumulates.
             self._accumulated = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._samples_counted = False
-        # What a client multiplies its loss by, where the wrapped optimizer changes that; the server's is the optimizer's.
+        # What a client multiplies its loss by, where the server's optimizer changes that.
         self._scale: Any = None
         self._first_rate = compat.learning_rate(inner)
         # This client's learning rate when it was last the server's.

@@ -80,6 +80,7 @@ def _compile(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
             "the end; leave jit_compile out with a DistributedOptimizer"
         )
     if arguments.get("auto_scale_loss", True) and model.dtype_policy.name == "mixed_float16":
+        assert optimizer is not None
         optimizer.scale_losses()  # Keras would put its LossScaleOptimizer around this one
         arguments["auto_scale_loss"] = False
     arguments.pop("self")

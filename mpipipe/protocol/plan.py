@@ -79,10 +79,10 @@ class Bucket:
     """Whole variables that travel together and that a client's forward pass waits for together; sizes in bytes.
 
     ``priority`` orders buckets that are ready at the same time, least first: the place in the forward pass.
-    ``exact`` is true where it travels plain whatever the wire format. ``row_bytes`` is not 0 where it is one variable of
-    whose rows, of so many bytes, only those travel that have a gradient or have changed. Its one piece is then as long
-    as any rows that travel, and its ``nbytes`` only says what is made of that for the credit. ``owner`` is the index of
-    the server that updates the bucket.
+    ``exact`` is true where it travels plain whatever the wire format. ``row_bytes`` is not 0 where it is one variable
+    of whose rows, of so many bytes, only those travel that have a gradient or have changed. Its one piece is then as
+    long as those are, and the piece's ``nbytes`` only says what counts for the credit. ``owner`` is the index of the
+    server that updates the bucket.
     """
 
     index: int

@@ -7,6 +7,7 @@ the steps. It is divided by their number where it is used.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +54,7 @@ class Accumulator:
             header.message_of(total, self._buckets[bucket].pieces, piece)[:HEADER_BYTES] = head
         return total
 
-    def _elements(self, bucket: int, image: NDArray[np.uint8]) -> list[NDArray[np.generic]]:
+    def _elements(self, bucket: int, image: NDArray[np.uint8]) -> list[NDArray[Any]]:
         """The elements of each piece, as views."""
         of = self._buckets[bucket]
         return [

@@ -23,19 +23,19 @@ MAX_SAMPLES = 2**32 - 1
 
 def read(message: NDArray[np.uint8]) -> tuple[int, int]:
     """(step, piece index) of a message."""
-    step, piece, _ = _HEADER.unpack_from(message)
+    step, piece, _ = _HEADER.unpack_from(message.data)
     return step, piece
 
 
 def samples(message: NDArray[np.uint8]) -> int:
     """The number of samples behind the gradient in a message."""
-    number: int = _HEADER.unpack_from(message)[2]
+    number: int = _HEADER.unpack_from(message.data)[2]
     return number
 
 
 def write(message: NDArray[np.uint8], step: int, piece: int, samples: int = 0) -> None:
     """Write (step, piece index, samples) at the start of a message."""
-    _HEADER.pack_into(message, 0, step, piece, samples)
+    _HEADER.pack_into(message.data, 0, step, piece, samples)
 
 
 def question(step: int, piece: int) -> NDArray[np.uint8]:

@@ -33,6 +33,8 @@ def read(rows: Bytes, row_bytes: int) -> tuple[NDArray[np.int64], NDArray[np.uin
     Raises:
         ValueError: the length does not agree with the number of rows.
     """
+    if rows.nbytes < _COUNT_BYTES:
+        raise ValueError(f"{rows.nbytes} bytes are no rows")
     count = int(rows[:_COUNT_BYTES].view(np.int64)[0])
     if count < 0 or rows.nbytes != _COUNT_BYTES + count * (INDEX_BYTES + row_bytes):
         raise ValueError(f"{rows.nbytes} bytes are not {count} rows of {row_bytes} bytes")
@@ -72,7 +74,8 @@ class Gathering:
     def __init__(self, row_bytes: int) -> None:
         self.parts: list[Bytes] = []
         self._row_bytes = row_bytes
-        self._missing: int | None = None
+        self._total: int | None = None
+        self._missing = 0
 
     def add(self, part: Bytes) -> bool:
         """Add a part, in a buffer that may be longer; returns whether all rows are there now.
@@ -81,11 +84,14 @@ class Gathering:
             ValueError: the part does not belong to the others.
         """
         total, count = (int(n) for n in part[:PART_BYTES].view(np.int64))
-        missing = total if self._missing is None else self._missing
-        if not 0 <= count <= missing or part.nbytes < PART_BYTES + count * (INDEX_BYTES + self._row_bytes):
-            raise ValueError(f"a part with {count} rows where {missing} are missing")
+        if self._total is None:
+            self._total = self._missing = total
+        if total != self._total or not 0 <= count <= self._missing:
+            raise ValueError(f"a part with {count} rows of {total} where {self._missing} of {self._total} are missing")
+        if part.nbytes < PART_BYTES + count * (INDEX_BYTES + self._row_bytes):
+            raise ValueError(f"{part.nbytes} bytes as a part with {count} rows")
         self.parts.append(part)
-        self._missing = missing - count
+        self._missing -= count
         return not self._missing
 
     def rows(self) -> Bytes:

@@ -1,6 +1,8 @@
 """Run under mpirun: cases of the table, one after the other; the server prints a row of each, as JSON.
 
 usage: run_table.py [CASE...], where a case is "group: name"
+
+The plain runs come afterwards, spread over the ranks: one process trains each of them, but any.
 """
 
 import faulthandler
@@ -17,17 +19,26 @@ import mpipipe as mp  # noqa: E402
 
 mp.init(fuse_bytes=0)
 
+from mpi4py import MPI  # noqa: E402
+
+from tests.parity.running import Case, Distributed, Plain, Result, Run  # noqa: E402
 from tests.parity.table import table  # noqa: E402
 
-wanted = sys.argv[1:]
-for case in table():
-    title = f"{case.group}: {case.name}"
-    if wanted and title not in wanted:
-        continue
+
+def run(case: Case, where: Run) -> Result:
+    """Run a case; a failure says where each rank stood."""
     try:
-        row = case.run()
+        return case.run(where)
     except BaseException:
-        os.write(1, f"FAILED {title} rank {mp.rank()}\n{traceback.format_exc()}".encode())
+        what = f"{type(where).__name__} {case.group}: {case.name}"
+        os.write(1, f"FAILED {what}, rank {mp.rank()}\n{traceback.format_exc()}".encode())
         raise
-    if row is not None:
-        os.write(1, f"ROW {json.dumps(row)}\n".encode())
+
+
+wanted = sys.argv[1:]
+cases = [case for case in table() if not wanted or f"{case.group}: {case.name}" in wanted]
+ours = [run(case, Distributed()) for case in cases]
+theirs = {at: run(case, Plain()) for at, case in enumerate(cases) if at % mp.size() == mp.rank()}
+for part in MPI.COMM_WORLD.gather(theirs) or ():
+    for at, result in part.items():
+        os.write(1, f"ROW {json.dumps(cases[at].row(ours[at], result))}\n".encode())

@@ -128,17 +128,19 @@ class Case:
     why: str = ""
     exact: bool = True
 
-    def run(self) -> dict[str, Any] | None:
-        """On all ranks: the row, on the server; None on clients. Where there is a larger difference it has an error."""
-        keras.config.set_dtype_policy("float32")
-        keras.utils.set_random_seed(SEED + mp.rank())
-        ours = self.train(Distributed())
-        keras.config.set_dtype_policy("float32")
-        if mp.rank():
-            return None
-        keras.utils.set_random_seed(SEED)
-        theirs = self.train(Plain())
-        keras.config.set_dtype_policy("float32")
+    def run(self, run: Run) -> Result:
+        """What is compared, of a distributed run (on all ranks) or of a plain one (on any)."""
+        keras.utils.set_random_seed(SEED + (mp.rank() if run.distributed else 0))
+        try:
+            result = self.train(run)
+        finally:
+            keras.config.set_dtype_policy("float32")
+        result.model = None  # there are many
+        result.optimizers = result.history = ()
+        return result
+
+    def row(self, ours: Result, theirs: Result) -> dict[str, Any]:
+        """The row of the table. Where there is a larger difference than there may be, it has an error."""
         row = {"group": self.group, "name": self.name, "limit": self.limit, "why": self.why, "exact": self.exact}
         row |= {"clients": mp.num_clients(), **differences(ours, theirs)}
         wrong = list(self._wrong(row, ours, theirs)) if self.exact else []

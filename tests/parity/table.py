@@ -106,14 +106,15 @@ def _two_optimizers() -> Any:
 def optimizers() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Every optimizer in this version of Keras, as it comes and with each of its switches on: (name, maker)."""
     base = keras.optimizers.Optimizer
-    common = inspect.signature(base).parameters
-    for name, cls in sorted(vars(keras.optimizers).items()):
-        if not (isinstance(cls, type) and issubclass(cls, base)) or cls is base:
-            continue
+    found = {n: c for n, c in vars(keras.optimizers).items() if isinstance(c, type) and issubclass(c, base)}
+    parameters = {n: inspect.signature(c).parameters for n, c in found.items() if n not in ("Optimizer", *_BY_HAND)}
+    common = set.intersection(*(set(those) for those in parameters.values()))  # they have rows of their own, see _options
+    for name in sorted(set(found) - {"Optimizer"}):
         if name in _BY_HAND:
             yield name, _two_optimizers if name == "MultiOptimizer" else _BY_HAND[name]
             continue
-        own = {key: p.default for key, p in inspect.signature(cls).parameters.items() if key not in common}
+        cls = found[name]
+        own = {key: p.default for key, p in parameters[name].items() if key not in common}
         yield name, partial(cls, learning_rate=0.003)
         momentum = {"momentum": 0.9} if own.get("momentum") == 0.0 else {}
         if momentum:
@@ -257,7 +258,7 @@ def _precision() -> Iterator[Case]:
 
 
 def _scaled_sgd() -> Any:
-    # With Keras's initial scale of 2**15 it depends on the size of a part what is too large for float16 in a first step.
+    # With Keras's initial scale of 2**15 it depends on the size of a part what is too large for float16.
     return keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=2.0**8)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Ranks, image_of, plan_of, run_ranks
+from ranks import Ranks, dense, image_of, image_of_rows, plan_of, run_ranks
 
 from mpipipe.engine import ClientEngine, ServerEngine, Wiring
 from mpipipe.errors import DisagreementError, ProtocolError
@@ -20,7 +20,7 @@ from mpipipe.protocol.plan import Plan, VariableSpec, make_plan
 from mpipipe.trace import Recorder
 from mpipipe.transport.base import Buffer, Channel, Done, OnMessage
 from mpipipe.transport.inproc import Network
-from mpipipe.wire import formats, header, plain, reduce
+from mpipipe.wire import formats, header, plain, reduce, rows
 from mpipipe.wire.feedback import Feedback
 from mpipipe.wire.header import HEADER_BYTES
 
@@ -373,6 +373,269 @@ def test_narrow_wires_take_half_the_bytes_but_for_headers(wire, wire_weights):
     }
 
 
+# ------------------------------------------------------------------------- rows, averages over samples, exact buckets
+
+
+class Given:
+    """A server and clients whose gradients are given; the weights that come back are minus their mean, bit by bit.
+
+    Args:
+        plan: the buckets, each of them one unit.
+        gradients: the elements (or rows) of each bucket, by step and client.
+        samples: the samples behind them, by step and client.
+        seed: of the order of delivery.
+        **wiring: what else to give to :class:`Wiring`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        gradients: list[list[list[Buffer]]],
+        samples: list[list[int]] | None = None,
+        seed: int | None = 0,
+        **wiring: Any,
+    ) -> None:
+        assert len(plan.units) == len(plan.buckets)
+        self.plan, self.gradients = plan, gradients
+        self.samples = samples or [[0] * len(of_step) for of_step in gradients]
+        self.network = Network(len(gradients[0]) + 1, seed=seed)
+        self.channels = [Watched(transport.open_channel()) for transport in self.network.transports]
+        recorder = Recorder(keep=False)
+        self._wirings = [Wiring(plan, channel, recorder, **{"credit_bytes": 1 << 20, **wiring})
+                         for channel in self.channels]  # fmt: skip
+        self.means: list[list[bytes]] = [[] for _ in plan.buckets]  # by bucket and step
+        self.bytes_sent: list[int] = []  # by rank
+
+    def train(self) -> list[list[list[bytes]]]:
+        """What each client was given, by client, bucket and step."""
+        clients = list(range(1, self.network.size))
+        server = ServerEngine(self._wirings[0], clients, self._hand_over)
+        self._server = server
+        server.start()
+        engines: list[Any] = [server]
+
+        def client(rank: int) -> list[list[bytes]]:
+            delivered: list[queue.Queue[bytes]] = [queue.Queue() for _ in self.plan.buckets]
+            engine = ClientEngine(self._wirings[rank], lambda bucket, data: delivered[bucket].put(data.tobytes()))
+            engines.append(engine)
+            got: list[list[bytes]] = [[] for _ in self.plan.buckets]
+            for step, of_step in enumerate(self.gradients):
+                for bucket in reversed(self.plan.buckets):
+                    data, samples = of_step[rank - 1][bucket.index], self.samples[step][rank - 1]
+                    engine.gradient(bucket.index, step, self._image(bucket.index, step, data, samples))
+                for bucket in self.plan.buckets:
+                    got[bucket.index].append(delivered[bucket.index].get(timeout=SECONDS))
+            assert engine.settle() == len(self.gradients)
+            assert all(waiting.empty() for waiting in delivered)
+            return got
+
+        try:
+            outcomes = run_ranks({rank: lambda r=rank: client(r) for rank in clients}, SECONDS)
+        finally:
+            for engine in engines:
+                engine.close()
+            self.network.close()
+        assert not any(channel.out for channel in self.channels), "a buffer is lost"
+        by_thread = {engine._channel: engine.bytes_sent for engine in engines}
+        self.bytes_sent = [by_thread[channel] for channel in self.channels]
+        return [outcomes[rank] for rank in clients]
+
+    def _image(self, bucket: int, step: int, data: Buffer, samples: int = 0) -> Buffer:
+        pieces = self.plan.buckets[bucket].pieces
+        if self.plan.buckets[bucket].row_bytes:
+            return image_of_rows(pieces[0], step, data, samples)
+        return image_of(pieces, step, data, samples)
+
+    def _hand_over(self, number: int, mean: Buffer) -> None:
+        step = len(self.means[number])
+        self.means[number].append(mean.tobytes())
+        self._server.updated(number, step, self._image(number, step, negative(self.plan, number, mean)))
+
+
+def negative(plan: Plan, bucket: int, data: Buffer) -> Buffer:
+    """Minus the elements, of the same rows."""
+    dtype, row_bytes = plan.buckets[bucket].dtype, plan.buckets[bucket].row_bytes
+    if not row_bytes:
+        return plain.encode(-plain.decode(data, dtype))
+    indices, elements = rows.read(data, row_bytes)
+    return rows.write(indices, (-np.ascontiguousarray(elements).view(plain.dtype_of(dtype))).view(np.uint8))
+
+
+def table_plan(piece_bytes: int = 1 << 20, dtype: str = "float32", **alone: Any) -> Plan:
+    """A bucket of rows of 5 elements, and two of layers."""
+    variables = [
+        VariableSpec("t/embeddings", (400, 5), dtype),
+        *dense("a", 8, 8),
+        VariableSpec("b/w", (90,), "float32"),
+    ]
+    alone = {"rows": [0], **alone}
+    return make_plan(variables, [True] * 4, piece_bytes=piece_bytes, fuse_bytes=0, max_buckets=99, **alone)
+
+
+def some_rows(count: int, seed: int, dtype: str = "float32", *, repeated: bool = False) -> Buffer:
+    rng = np.random.default_rng([count, seed])
+    values = rng.normal(size=(count, 5)).astype(plain.dtype_of(dtype))
+    indices = rng.integers(0, 400, count) if repeated else rng.permutation(400)[:count]
+    return rows.write(indices.astype(np.int64), values.view(np.uint8))
+
+
+def some_gradients(plan: Plan, counts: list[list[int]], **rows_of: Any) -> list[list[list[Buffer]]]:
+    """Gradients of all buckets, for numbers of rows by step and client."""
+
+    def of_bucket(bucket: Any, count: int, seed: int) -> Buffer:
+        if bucket.row_bytes:
+            return some_rows(count, seed, bucket.dtype, **rows_of)
+        return plain.encode(np.random.default_rng(seed).normal(size=bucket.nbytes // 4).astype(np.float32))
+
+    return [
+        [[of_bucket(bucket, count, 100 * step + client) for bucket in plan.buckets] for client, count in enumerate(own)]
+        for step, own in enumerate(counts)
+    ]
+
+
+def expected_means(run: Given, *, weighted: bool = False, summed: bool = True) -> list[list[bytes]]:
+    """By bucket and step, on a plain wire."""
+    means: list[list[bytes]] = [[] for _ in run.plan.buckets]
+    for of_step, samples in zip(run.gradients, run.samples, strict=True):
+        weights = samples if weighted else None
+        for number, bucket in enumerate(run.plan.buckets):
+            parts = [of_client[number] for of_client in of_step]
+            if bucket.row_bytes:
+                mean = rows.mean(parts, bucket.dtype, bucket.row_bytes, weights, summed=summed)
+            else:
+                mean = reduce.mean(parts, bucket.dtype, weights=weights)
+            means[number].append(mean.tobytes())
+    return means
+
+
+def assert_means_arrive(run: Given, **expected: Any) -> None:
+    """They are handed over at the server, and what was made of them reaches every client."""
+    delivered, means = run.train(), expected_means(run, **expected)
+    assert run.means == means
+    new = [[negative(run.plan, bucket, np.frombuffer(mean, np.uint8)).tobytes() for mean in of_bucket]
+           for bucket, of_bucket in enumerate(means)]  # fmt: skip
+    for client, got in enumerate(delivered, start=1):
+        assert got == new, f"client {client}"
+
+
+def parts_bytes(plan: Plan, count: int) -> int:
+    """Bytes on the wire of so many rows of the first bucket."""
+    row_bytes = plan.buckets[0].row_bytes
+    longest = max(max(piece.nbytes for piece in plan.pieces), rows.PART_BYTES + 8 + row_bytes)
+    parts = max(1, -(-count // ((longest - rows.PART_BYTES) // (8 + row_bytes))))
+    return parts * (HEADER_BYTES + rows.PART_BYTES) + count * (8 + row_bytes)
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("piece_bytes", [64, 1024, 1 << 20])
+def test_gradients_of_rows_are_averaged_and_the_new_rows_reach_every_client(seed, dtype, piece_bytes):
+    plan = table_plan(piece_bytes, dtype)
+    assert [bucket.row_bytes > 0 for bucket in plan.buckets] == [True, False, False]
+    assert_means_arrive(
+        Given(plan, some_gradients(plan, [[30, 200, 1], [0, 5, 0], [0, 0, 0], [400, 3, 90]]), seed=seed)
+    )
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize("settings", [{"credit_bytes": 1024}, {"overlap": False}, {"wire": "fp16"}])
+def test_rows_arrive_with_whatever_settings(seed, settings):
+    plan = table_plan(1024)
+    run = Given(plan, some_gradients(plan, [[30, 200], [0, 5], [400, 3]]), seed=seed, **settings)
+    delivered = run.train()
+    means = expected_means(run)
+    assert run.means[0] == means[0]
+    new = [negative(plan, 0, np.frombuffer(mean, np.uint8)).tobytes() for mean in means[0]]
+    assert [got[0] for got in delivered] == [new, new]
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_rows_are_summed_at_the_server_only_where_the_optimizer_allows_it(summed):
+    plan = table_plan(1024)
+    run = Given(plan, some_gradients(plan, [[30, 200], [7, 0]], repeated=not summed), sum_rows=summed)
+    assert_means_arrive(run, summed=summed)
+    counts = [len(rows.read(np.frombuffer(mean, np.uint8), 20)[0]) for mean in run.means[0]]
+    assert (counts == [230, 7]) != summed
+
+
+@pytest.mark.parametrize("piece_bytes", [64, 1024, 1 << 20])
+def test_the_bytes_sent_are_those_of_the_rows_that_travel(piece_bytes):
+    plan, counts = table_plan(piece_bytes), [[30, 200], [0, 5], [100, 100]]
+    run = Given(plan, some_gradients(plan, counts))
+    run.train()
+    back = [len(rows.read(np.frombuffer(mean, np.uint8), 20)[0]) for mean in run.means[0]]
+    others = sum(bucket.nbytes + HEADER_BYTES * len(bucket.pieces) for bucket in plan.buckets[1:])
+    assert run.bytes_sent == [
+        2 * (sum(parts_bytes(plan, count) for count in back) + 3 * others),
+        *(sum(parts_bytes(plan, of_step[client]) for of_step in counts) + 3 * others for client in (0, 1)),
+    ]
+    if piece_bytes == 1 << 20:  # one part, and the rest in proportion
+        own = run.bytes_sent[1] - 3 * others
+        assert own == 3 * (HEADER_BYTES + rows.PART_BYTES) + (30 + 0 + 100) * (8 + 20)
+    if piece_bytes == 64:  # of which a row takes most: the longest message decides
+        assert parts_bytes(plan, 200) == 200 * 28 + 200 * (HEADER_BYTES + rows.PART_BYTES)
+
+
+def test_a_row_that_is_longer_than_a_piece_travels_in_a_message_of_its_own():
+    (variable,) = [VariableSpec("t/embeddings", (20, 500), "float32")]
+    plan = make_plan([variable], [True], piece_bytes=1024, fuse_bytes=0, max_buckets=9, rows=[0])
+    values = np.random.default_rng(0).normal(size=(3, 500)).astype(np.float32).view(np.uint8)
+    run = Given(plan, [[[rows.write(np.array([7, 0, 19]), values)], [rows.none()]]])
+    assert_means_arrive(run)
+    assert run.bytes_sent[1] == 3 * (HEADER_BYTES + rows.PART_BYTES + 8 + 2000)
+    assert run.bytes_sent[2] == HEADER_BYTES + rows.PART_BYTES
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize("average", ["clients", "samples"])
+def test_gradients_count_by_the_samples_in_their_headers_where_they_are_to(seed, average):
+    plan = table_plan(256)
+    samples = [[32, 7, 32], [1, 0, 3], [5, 5, 5]]
+    run = Given(plan, some_gradients(plan, [[30, 200, 1], [0, 5, 9], [4, 4, 4]]), samples, seed, average=average)
+    assert expected_means(run, weighted=True) != expected_means(run)
+    assert_means_arrive(run, weighted=average == "samples")
+
+
+@pytest.mark.parametrize("wire", ["plain", "bf16", "fp16"])
+def test_a_gradient_without_samples_does_not_count_even_if_it_is_nan(wire):
+    plan = table_plan(256)
+    gradients = some_gradients(plan, [[5, 9]])
+    nan = [rows.write(np.arange(9), np.full((9, 5), np.nan, np.float32).view(np.uint8))]
+    nan += [np.full(bucket.nbytes // 4, np.nan, np.float32).view(np.uint8) for bucket in plan.buckets[1:]]
+    run = Given(plan, [[gradients[0][0], nan]], [[4, 0]], average="samples", wire=wire)
+    run.train()
+    assert run.means[0][0] == rows.mean([gradients[0][0][0]], "float32", 20, summed=True).tobytes()
+    for number in (1, 2):
+        mean = np.frombuffer(run.means[number][0], np.float32)
+        np.testing.assert_allclose(mean, gradients[0][0][number].view(np.float32), rtol=2.0**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("wire,wire_weights", [("bf16", "plain"), ("plain", "fp16"), ("bf16", "bf16")])
+def test_an_exact_bucket_travels_plain_on_a_narrow_wire(wire, wire_weights):
+    plan = table_plan(256, rows=[], exact=[3])
+    assert [bucket.exact for bucket in plan.buckets] == [False, False, True] and len(plan.buckets[2].pieces) == 2
+    value = 1.0 + 2.0**-20  # which 16 bits cannot hold
+    gradients = [[[np.full(b.nbytes // 4, value, np.float32).view(np.uint8) for b in plan.buckets]] * 2]
+    run = Given(plan, gradients, wire=wire, wire_weights=wire_weights)
+    delivered = run.train()
+
+    def means(number: int) -> set[float]:
+        return set(np.frombuffer(run.means[number][0], np.float32).tolist())
+
+    def weights(number: int) -> set[float]:
+        return {x for client in delivered for x in np.frombuffer(client[number][0], np.float32).tolist()}
+
+    sent = 1.0 if wire != "plain" else value
+    assert [means(0), means(1), means(2)] == [{sent}, {sent}, {value}]
+    assert [weights(0), weights(1), weights(2)] == [{-1.0}, {-1.0}, {-value}]
+
+    def nbytes(form: str) -> int:
+        narrowed = sum(bucket.nbytes for bucket in plan.buckets[:2]) // (1 if form == "plain" else 2)
+        return narrowed + plan.buckets[2].nbytes + HEADER_BYTES * len(plan.pieces)
+
+    assert run.bytes_sent == [2 * nbytes(wire_weights), nbytes(wire), nbytes(wire)]
+
+
 # --------------------------------------------------------------------------------------------------------- the timeline
 
 
@@ -546,6 +809,45 @@ def test_a_piece_that_the_plan_does_not_have_ends_the_run_with_a_protocol_error(
         wire.send(1, 0, piece, 0)
         error = caught()
         assert isinstance(error, ProtocolError) and "rank 1" in str(error)
+
+
+@pytest.mark.parametrize("total,count,missing", [(2, 3, 2), (-1, 0, -1), (400, 100, 400)])
+def test_a_part_of_rows_that_cannot_be_ends_the_run_with_a_protocol_error(caught, total, count, missing):
+    with Wire(table_plan(1024)) as wire:
+        wire.server()
+        part = np.zeros(1024, np.uint8)
+        part[: rows.PART_BYTES] = np.array([total, count], np.int64).view(np.uint8)
+        wire.send(1, 0, 0, 0, part)
+        error = caught()
+        assert isinstance(error, ProtocolError) and "rank 1 has sent of piece 0" in str(error)
+        assert f"{count} rows where {missing} are missing" in str(error)
+        assert wire.delivered.empty()
+
+
+def test_rows_that_come_twice_end_the_run_with_a_protocol_error(caught):
+    with Wire(table_plan(1024), size=3) as wire:
+        wire.server()
+        for _ in range(2):
+            wire.send(1, 0, 0, 0)
+        error = caught()
+        assert isinstance(error, ProtocolError) and "rank 1" in str(error) and "twice" in str(error)
+
+
+def test_nothing_is_handed_over_before_the_last_part_of_the_rows_has_come():
+    plan, data = table_plan(1024), some_rows(60, 0)
+    parts = [np.concatenate(fields) for fields in rows.parts(data, 20, 1024)]
+    assert len(parts) == 2
+    with Wire(plan) as wire:
+        wire.server()
+        messages = [image_of_rows(plan.pieces[0], 0, part) for part in parts]
+        arrived = threading.Event()
+        wire.channels[1].isend(0, 0, messages[0], arrived.set)
+        assert arrived.wait(SECONDS)
+        with pytest.raises(queue.Empty):
+            wire.delivered.get(timeout=0.1)
+        wire.channels[1].isend(0, 0, messages[1], lambda: None)
+        expected = rows.mean([data], "float32", 20, summed=True).tobytes()
+        assert wire.delivered.get(timeout=SECONDS) == (0, expected)
 
 
 def test_a_run_that_cannot_go_on_ends_on_the_engines_thread_with_an_error_that_says_why(caught):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -39,6 +41,36 @@ def test_a_header_can_be_anywhere_in_memory():
     memory = np.zeros(3 * HEADER_BYTES, np.uint8)
     header.write(memory[3:], 12, 34)
     assert header.read(memory[3:]) == (12, 34)
+
+
+@settings(max_examples=60, deadline=None)
+@given(step=st.integers(-1, 2**62), piece=st.integers(0, 32766), samples=st.integers(0, header.MAX_SAMPLES))
+def test_the_number_of_samples_is_read_and_leaves_step_and_piece_as_they_are(step, piece, samples):
+    message = np.full(HEADER_BYTES + 5, 9, np.uint8)
+    header.write(message, step, piece, samples=samples)
+    assert header.samples(message) == samples and type(header.samples(message)) is int
+    assert header.read(message) == (step, piece)
+    assert message[HEADER_BYTES:].tolist() == [9] * 5, "the elements have changed"
+
+
+@pytest.mark.parametrize("samples", [0, 1, 2**31 - 1, 2**31, 2**32 - 1])
+def test_any_number_of_samples_up_to_the_largest_can_be_written(samples):
+    message = np.zeros(HEADER_BYTES, np.uint8)
+    header.write(message, 3, 4, samples)
+    assert header.samples(message) == samples and header.read(message) == (3, 4)
+    assert header.MAX_SAMPLES == 2**32 - 1
+
+
+@pytest.mark.parametrize("samples", [-1, header.MAX_SAMPLES + 1])
+def test_no_other_number_of_samples_is_written_as_something_else(samples):
+    with pytest.raises(struct.error):
+        header.write(np.zeros(HEADER_BYTES, np.uint8), 3, 4, samples)
+
+
+def test_without_a_number_of_samples_there_are_none():
+    message = np.full(HEADER_BYTES, 9, np.uint8)
+    header.write(message, 3, 4)
+    assert header.samples(message) == header.samples(header.question(3, 4)) == 0
 
 
 def test_elements_stay_aligned_for_every_dtype():

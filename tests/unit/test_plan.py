@@ -24,7 +24,9 @@ from mpipipe.protocol.plan import (
 MIB = 1 << 20
 
 
-def plan(variables, has_gradient=None, piece_bytes=4 * MIB, fuse_bytes=0, max_buckets=1000, divisible=False) -> Plan:
+def plan(
+    variables, has_gradient=None, piece_bytes=4 * MIB, fuse_bytes=0, max_buckets=1000, divisible=False, **alone
+) -> Plan:
     return make_plan(
         variables,
         [True] * len(variables) if has_gradient is None else has_gradient,
@@ -32,6 +34,7 @@ def plan(variables, has_gradient=None, piece_bytes=4 * MIB, fuse_bytes=0, max_bu
         fuse_bytes=fuse_bytes,
         max_buckets=max_buckets,
         divisible=divisible,
+        **alone,
     )
 
 
@@ -260,6 +263,68 @@ def test_the_pieces_of_a_large_kernel_are_about_as_long_in_a_divisible_plan():
     assert all(90_000 < piece.nbytes < 110_000 for piece in made.pieces)
 
 
+# ------------------------------------------------------------------------------------------- rows, and what is exact
+
+TABLE = VariableSpec("table/embeddings", (1000, 16), "float32")
+
+
+@pytest.mark.parametrize("kind", ["rows", "exact"])
+@pytest.mark.parametrize("sizes", [{}, {"fuse_bytes": 1 << 30}, {"max_buckets": 1}])
+def test_a_variable_of_rows_or_an_exact_one_is_a_bucket_of_its_own_however_much_is_fused(kind, sizes):
+    variables = [*dense("a", 4, 4), TABLE, *dense("b", 4, 4), *dense("c", 4, 4)]
+    made = plan(variables, **sizes, **{kind: [2]})
+    last = [(3, 4), (5, 6)] if not sizes else [(3, 4, 5, 6)]
+    assert groups(made) == [(0, 1), (2,), *last]
+    assert [bucket.exact for bucket in made.buckets] == [False, True, False, False][: len(made.buckets)]
+    assert [bucket.row_bytes for bucket in made.buckets] == [0, 64 * (kind == "rows"), 0, 0][: len(made.buckets)]
+    assert_tags_are_valid(made)
+
+
+@pytest.mark.parametrize("alone", [{"rows": [0]}, {"exact": [1]}, {"rows": [0], "exact": [1]}, {"exact": [0, 1]}])
+def test_it_does_not_share_a_bucket_with_its_own_layer(alone):
+    assert groups(plan(dense("a", 4, 4), fuse_bytes=1 << 30, **alone)) == [(0,), (1,)]
+
+
+@pytest.mark.parametrize("shape,dtype,row_bytes", [
+    ((1000, 16), "float32", 64), ((10, 3, 5), "float16", 30), ((7,), "float64", 8), ((1, 9), "bfloat16", 18)
+])  # fmt: skip
+def test_the_bytes_of_a_row_are_those_of_all_axes_but_the_first(shape, dtype, row_bytes):
+    (bucket,) = plan([VariableSpec("a/w", shape, dtype)], rows=[0]).buckets
+    assert bucket.row_bytes == row_bytes and bucket.nbytes == math.prod(shape) * item_bytes(dtype)
+
+
+@pytest.mark.parametrize("divisible", [False, True])
+@pytest.mark.parametrize("piece_bytes", [1024, 4 * MIB])
+def test_a_bucket_of_rows_is_one_piece_and_one_unit_even_in_a_divisible_plan(divisible, piece_bytes):
+    variables = [*dense("a", 300, 10), TABLE, *dense("b", 300, 10)]
+    made = plan(variables, piece_bytes=piece_bytes, divisible=divisible, rows=[2])
+    bucket = made.buckets[1]
+    (piece,) = bucket.pieces
+    assert (piece.bucket, piece.offset, piece.nbytes) == (1, 0, min(piece_bytes, TABLE.nbytes))
+    (unit,) = [unit for unit in made.units if unit.bucket == 1]
+    assert unit.pieces == bucket.pieces and unit.row_bytes == 64 and unit.dtype == "float32"
+    assert regions(unit) == [(2, 0, 16000)]
+    assert {other.row_bytes for other in made.units if other is not unit} == {0}
+    assert [unit.index for unit in made.units] == list(range(len(made.units)))
+    assert made.unit_of == tuple(unit.index for unit in made.units for _ in unit.pieces)
+    assert_tags_are_valid(made)
+
+
+@pytest.mark.parametrize("divisible", [False, True])
+def test_an_exact_bucket_travels_in_pieces_and_units_like_any_other(divisible):
+    usual, exact = (plan([TABLE], piece_bytes=1024, divisible=divisible, **a) for a in ({}, {"exact": [0]}))
+    assert exact.pieces == usual.pieces and exact.units == usual.units and len(exact.pieces) > 1
+    assert [bucket.exact for bucket in (*usual.buckets, *exact.buckets)] == [False, True]
+
+
+def test_variables_of_rows_or_exact_ones_without_a_gradient_are_in_no_bucket():
+    assert groups(plan([*dense("a", 4, 4), TABLE], [True, False, False], rows=[2], exact=[1])) == [(0,)]
+
+
+def test_a_variable_of_rows_of_size_0_is_in_no_bucket():
+    assert plan([VariableSpec("t/w", (0, 7), "float32")], rows=[0]).buckets == ()
+
+
 # ---------------------------------------------------------------------------------------------------- for any model
 
 SPECS = st.builds(
@@ -380,8 +445,20 @@ def test_plans_that_differ_in_anything_on_the_wire_have_different_digests():
         plan(variables, piece_bytes=1024, divisible=True),
         plan([replace(v, dtype="float64") for v in variables]),
         plan(dense("a", 40, 40) + dense("b", 40, 20)),
+        plan(variables, rows=[0]),
+        plan(variables, rows=[2]),
+        plan(variables, exact=[0]),
+        plan(variables, exact=[1]),
     ]
     assert len({p.digest for p in made}) == len(made)
+
+
+def test_plans_that_differ_only_in_whether_rows_travel_or_what_is_exact_have_different_digests():
+    table = [VariableSpec("table/embeddings", (10, 4), "float32")]
+    made = [plan(table), plan(table, rows=[0]), plan(table, exact=[0])]
+    assert len({groups(each)[0] for each in made}) == len({each.pieces for each in made}) == 1
+    assert len({each.digest for each in made}) == 3
+    assert plan(table, rows=[0]).digest == plan(table, rows=(0,), exact=[]).digest
 
 
 # ----------------------------------------------------------------------------------------------------- two models

@@ -29,9 +29,9 @@ def encode(form: str, array: np.ndarray) -> np.ndarray:
     return out
 
 
-def mean(arrays: list[np.ndarray], form: str = "plain") -> np.ndarray:
+def mean(arrays: list[np.ndarray], form: str = "plain", weights: list[int] | None = None) -> np.ndarray:
     name = arrays[0].dtype.name
-    return plain.decode(reduce.mean([encode(form, array) for array in arrays], name, form), name)
+    return plain.decode(reduce.mean([encode(form, array) for array in arrays], name, form, weights=weights), name)
 
 
 def mean_by_the_formula(arrays: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
@@ -127,6 +127,100 @@ def test_the_mean_goes_where_it_is_wanted_and_the_parts_are_left_as_they_are(for
     assert not any(np.shares_memory(new, part) for part in parts)
     assert [part.tobytes() for part in parts] == before
     assert set(buffer[:16]) | set(buffer[16 + out.nbytes :]) == {0xAA}
+
+
+# ------------------------------------------------------------------------------------------------------------- weighted
+
+WEIGHTS = {2: [3, 1], 3: [32, 7, 32], 7: [1, 0, 3, 4, 5, 100000, 7]}
+
+
+def weighted_mean_by_the_formula(arrays: list[np.ndarray], weights: list[int], dtype: np.dtype) -> np.ndarray:
+    """As :func:`mean_by_the_formula`, with each array so many times."""
+    wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
+    total = np.zeros(arrays[0].size, wide)
+    for array, weight in zip(arrays, weights, strict=True):
+        total += array.astype(wide, copy=False) * wide.type(weight)
+    total /= wide.type(sum(weights))
+    return total.astype(dtype, copy=False)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("number", WEIGHTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_weighted_mean_of_plain_gradients_is_that_of_the_formula_bit_by_bit(dtype, number, size):
+    arrays, weights = gradients(dtype, number, size), WEIGHTS[number]
+    expected = weighted_mean_by_the_formula(arrays, weights, arrays[0].dtype)
+    assert mean(arrays, weights=weights).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("form", NARROW)
+def test_narrowed_gradients_have_their_weighted_mean_in_their_own_dtype(form, dtype, number, size):
+    arrays, weights = gradients(dtype, number, size), WEIGHTS[number]
+    arrived = [plain.encode(array).view(dtype).astype(np.float32).astype(HALF[form]).astype(dtype) for array in arrays]
+    result = mean(arrays, form, weights)
+    assert result.dtype == np.dtype(dtype)
+    assert result.tobytes() == weighted_mean_by_the_formula(arrived, weights, np.dtype(dtype)).tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", formats.FORMATS)
+@pytest.mark.parametrize("number", [1, 2, 5])
+@pytest.mark.parametrize("weight", [0, 1, 32])
+def test_equal_weights_are_as_none_bit_by_bit(form, dtype, number, weight):
+    arrays = gradients(dtype, number, formats.BLOCK + 3)
+    assert mean(arrays, form, [weight] * number).tobytes() == mean(arrays, form).tobytes()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", formats.FORMATS)
+def test_a_gradient_from_no_samples_counts_nothing_even_if_it_is_nan(form, dtype, bad):
+    arrays = gradients(dtype, 3)
+    arrays[1][:] = bad
+    result = mean(arrays, form, [2, 0, 3])
+    assert result.tobytes() == mean([arrays[0], arrays[2]], form, [2, 3]).tobytes()
+    assert np.isfinite(result.astype(np.complex128)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", formats.FORMATS)
+def test_a_gradient_that_alone_has_samples_is_the_mean(form, dtype):
+    first, second = gradients(dtype, 2)
+    one = mean([second], form).astype(np.complex128)
+    np.testing.assert_allclose(mean([first, second], form, [0, 32]).astype(np.complex128), one, rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", formats.FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_weighted_mean_goes_where_it_is_wanted_and_the_parts_are_left_as_they_are(form, dtype):
+    parts = [encode(form, array) for array in gradients(dtype, 3)]
+    before = [part.tobytes() for part in parts]
+    out = np.full(gradients(dtype, 1)[0].nbytes, 0xAA, np.uint8)
+    assert reduce.mean(parts, dtype, form, out, [1, 2, 3]) is out
+    assert out.tobytes() == reduce.mean(parts, dtype, form, weights=[1, 2, 3]).tobytes()
+    assert [part.tobytes() for part in parts] == before
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.floats(-60000, 60000, width=32), min_size=4, max_size=4), min_size=2, max_size=6),
+    data=st.data(),
+)
+def test_the_weighted_mean_is_that_over_all_samples(rows, data):
+    weights = data.draw(st.lists(st.integers(0, 5000), min_size=len(rows), max_size=len(rows)).filter(any))
+    exact = np.average(np.array(rows, np.float64), axis=0, weights=weights)
+    absolute = np.average(np.abs(np.array(rows, np.float64)), axis=0, weights=weights)
+    result = mean([np.array(row, np.float32) for row in rows], weights=weights)
+    assert (np.abs(result - exact) <= absolute * (len(rows) + 2) * 2.0**-23 + 2.0**-120).all()
+
+
+def test_weights_are_needed_for_every_part():
+    parts = [plain.encode(np.zeros(2, np.float32))] * 3
+    with pytest.raises(ValueError):
+        reduce.mean(parts, "float32", weights=[1, 2])
 
 
 def test_lengths_that_do_not_agree_are_refused():

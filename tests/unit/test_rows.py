@@ -255,7 +255,8 @@ def test_the_mean_that_is_not_summed_has_all_rows_of_all_clients_and_comes_to_th
     indices, values = mean(gradients, dtype, weights, summed=False)
     assert indices.tolist() == [int(i) for own, _ in gradients for i in own]
     scales = weights or [1] * len(counts)
-    parts = [own.astype(wide) * wide.type(w) / wide.type(sum(scales)) for (_, own), w in zip(gradients, scales)]
+    pairs = zip((own for _, own in gradients), scales, strict=True)
+    parts = [own.astype(wide) * wide.type(scale) / wide.type(sum(scales)) for own, scale in pairs]
     assert values.tobytes() == np.concatenate(parts).astype(plain.dtype_of(dtype)).tobytes()
     precision = float(ml_dtypes.finfo(plain.dtype_of(dtype)).eps)
     absolute = mean_by_the_formula([(i, np.abs(v)) for i, v in gradients], dtype, weights)
@@ -304,19 +305,19 @@ def test_what_comes_from_no_samples_counts_nothing_even_if_it_is_nan(dtype, summ
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_16_bit_floats_are_summed_in_float32_and_rounded_once(dtype):
-    most = plain.dtype_of(dtype).type(ml_dtypes.finfo(plain.dtype_of(dtype)).max)
-    small = plain.dtype_of(dtype).type(2.0**-9)  # lost if it is added to 1 in 16 bits, one at a time: 3 / 512 is not
-    one = plain.dtype_of(dtype).type(1)
+    number, eps = plain.dtype_of(dtype).type, float(ml_dtypes.finfo(plain.dtype_of(dtype)).eps)
     index = np.array([4], np.int64)
-    columns = [[one, most, one], [small, most, small], [small, most, -one], [small, most, small]]
+    columns = [[1.0, 3.0, 1.0], [eps / 4, 3.0, eps / 4], [eps / 4, 3.0, -1.0], [eps / 4, 3.0, eps / 4]]
     gradients = [(index, np.array([row], plain.dtype_of(dtype))) for row in columns]
-    with np.errstate(all="ignore"):
-        _, values = mean(gradients, dtype, summed=True)
-    wide = np.array(columns, np.float32)
-    if dtype == "float16":  # four times the largest is within float32
-        assert values[0, 1] == most
-    assert values[0, 0] == plain.dtype_of(dtype).type(wide[:, 0].sum() / np.float32(4))
-    assert values[0, 2] == small / 2
+    _, values = mean(gradients, dtype, summed=True)
+    # One after the other, in 16 bits, 1 would stay 1.
+    assert values.tolist() == [[number(0.25 + eps / 4), number(3.0), number(eps / 8)]]
+
+
+def test_sums_beyond_the_range_of_float16_have_a_mean():
+    gradients = [(np.array([0], np.int64), np.full((1, WIDTH), 65504.0, np.float16)) for _ in range(3)]
+    for weights in (None, [1, 200, 3]):
+        assert mean(gradients, "float16", weights, summed=True)[1].tolist() == [[65504.0] * WIDTH]
 
 
 def test_gradients_are_added_in_the_order_given():
