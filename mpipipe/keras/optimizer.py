@@ -125,7 +125,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         return type(self.inner) if self.__dict__.get("_ready") else DistributedOptimizer
 
     def __dir__(self) -> list[str]:
-        # Keras saves what it finds here: the wrapped optimizer's variables are saved as this one's, once, and so are the
+        # Keras saves what it finds here: the wrapped optimizer's variables are saved as this one's, once, and so are
         # optimizers inside it.
         inside = compat.optimizers_inside(self.inner) if "inner" in self.__dict__ else []
         return [*(name for name in super().__dir__() if name != "inner"), *inside]
@@ -584,9 +584,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         if isinstance(session, ServerSession):
             self._skip_first = session.open(lambda unit, data: self._bridge.put(unit, data))  # type: ignore[union-attr]
             assert session.engine is not None and session.plan is not None
-            self._bridge = Bridge(
-                session.plan.units, self._carried, self._step, self._samples, session.engine.updated
-            )
+            self._bridge = Bridge(session.plan.units, self._carried, self._step, self._samples, session.engine.updated)
             self._updater = Updater(
                 self.inner, self._trainable_variables, session.plan, self._bridge, self._accumulates
             )

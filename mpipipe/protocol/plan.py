@@ -235,9 +235,7 @@ def make_plan(
         if group[0] in rows:
             piece = Piece(first, index, 0, min(specs[0].nbytes, piece_bytes))
             row_bytes = specs[0].nbytes // specs[0].shape[0]
-            buckets.append(
-                Bucket(index, regions, specs[0].dtype, specs[0].nbytes, (piece,), index, True, row_bytes)
-            )
+            buckets.append(Bucket(index, regions, specs[0].dtype, specs[0].nbytes, (piece,), index, True, row_bytes))
             first += 1
             continue
         ends = _ends(specs, piece_bytes, divisible)

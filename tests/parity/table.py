@@ -108,7 +108,9 @@ def optimizers() -> Iterator[tuple[str, Callable[[], Any]]]:
     base = keras.optimizers.Optimizer
     found = {n: c for n, c in vars(keras.optimizers).items() if isinstance(c, type) and issubclass(c, base)}
     parameters = {n: inspect.signature(c).parameters for n, c in found.items() if n not in ("Optimizer", *_BY_HAND)}
-    common = set.intersection(*(set(those) for those in parameters.values()))  # they have rows of their own, see _options
+    common = set.intersection(
+        *(set(those) for those in parameters.values())
+    )  # they have rows of their own, see _options
     for name in sorted(set(found) - {"Optimizer"}):
         if name in _BY_HAND:
             yield name, _two_optimizers if name == "MultiOptimizer" else _BY_HAND[name]
@@ -439,9 +441,7 @@ def two_models(run: Run) -> Result:
     run.fit(first, x, y)
     history = run.fit(second, x, y)
     run.fit(first, x, y)
-    return Result(
-        second, history, [first.optimizer, second.optimizer], dict(enumerate(first.get_weights()))
-    )
+    return Result(second, history, [first.optimizer, second.optimizer], dict(enumerate(first.get_weights())))
 
 
 class TwoOptimizers(keras.Sequential):
