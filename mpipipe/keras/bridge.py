@@ -36,7 +36,8 @@ class Bridge:
         variables: by the position that the plan gives them.
         step: the step of what is given next, a ``tf.Variable`` of int64: it goes into every header. It is made before
             any graph is traced, for a ``tf.function`` is traced twice where a variable is made in it.
-        samples: the number of samples behind what is given next, such a variable too; it goes there as well.
+        samples: the number of samples behind what is given next, such a variable too, which goes there as well; None
+            where nobody wants to know it.
         on_data: called when the graph has given a slot's image.
         on_mark: called with a mark's number (see :meth:`mark`) and the step.
     """
@@ -140,7 +141,9 @@ class Bridge:
         """The headers of a slot's pieces."""
         # See mpipipe.wire.header: the number and the samples share 8 bytes, of which samples are the upper half.
         numbers = np.array([[0, piece.index] for piece in slot.pieces], dtype=np.int64)
-        samples = tf.bitwise.left_shift(self._samples.read_value(), tf.constant(32, tf.int64))
+        samples = tf.constant(0, tf.int64)
+        if self._samples is not None:
+            samples = tf.bitwise.left_shift(self._samples.read_value(), tf.constant(32, tf.int64))
         values = tf.constant(numbers) + tf.stack([self._step.read_value(), samples])
         rows = tf.reshape(tf.bitcast(values, tf.uint8), [len(slot.pieces), header.HEADER_BYTES])
         return tf.unstack(rows)

@@ -221,6 +221,11 @@ def batch_statistics(model: Any) -> list[str]:
     return [layer.name for layer in layers if layer.trainable]
 
 
+def random_layers(model: Any) -> list[str]:
+    """The names of a model's layers that draw random numbers."""
+    return [layer.name for layer in model._flatten_layers() if getattr(layer, "_seed_generators", None)]
+
+
 def native(variable: Any) -> Any:
     """The ``tf.Variable`` in a Keras variable."""
     from keras.src.backend import Variable  # in older versions keras.Variable is another class

@@ -186,7 +186,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         Args:
             count: a scalar, an int or a tensor.
         """
-        if self._context.alone or self._context.is_server:
+        if self._context.alone or self._context.is_server or self._average != "samples":
             return
         self._samples.assign(tf.cast(count, tf.int64), read_value=False)
         self._samples_counted = True
@@ -584,7 +584,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         if isinstance(session, ServerSession):
             self._skip_first = session.open(lambda unit, data: self._bridge.put(unit, data))  # type: ignore[union-attr]
             assert session.engine is not None and session.plan is not None
-            self._bridge = Bridge(session.plan.units, self._carried, self._step, self._samples, session.engine.updated)
+            self._bridge = Bridge(session.plan.units, self._carried, self._step, None, session.engine.updated)
             self._updater = Updater(
                 self.inner, self._trainable_variables, session.plan, self._bridge, self._accumulates
             )
@@ -638,7 +638,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             plan.buckets,
             self._carried,
             self._step,
-            self._samples,
+            self._samples if self._average == "samples" else None,
             on_gradient,
             lambda number, step: self._on_mark(bridge, number, step),
         )

@@ -241,6 +241,10 @@ class _ServerFit:
                 "statistics are the mean over clients",
                 ", ".join(layers),
             )
+        if layers := compat.random_layers(self.model):
+            logger.info(
+                "each client draws random numbers of its own, other than one process would: %s", ", ".join(layers)
+            )
 
     def _begin(self, epoch: int, callbacks: Any) -> None:
         """Begin an epoch, before the clients do: a callback may change weights here."""

@@ -34,6 +34,9 @@ FAILURES = {
     "two_optimizers_with_different_numbers_of_steps": (
         r"\[mpipipe 0\] rank 1 is at the end of an epoch, or in optimizer.finish\(\) of another optimizer while a step"
     ),
+    "a_train_step_with_another_optimizer_than_fits": (
+        r"\[mpipipe 0\] rank 1 is building its optimizer of another optimizer while the server \(rank 0\) is"
+    ),
     "a_gradient_that_only_one_client_has": r"bias gets a gradient on rank 1 but none on rank 2",
 }
 # Those that are about several clients; two ranks are enough for the others, and start sooner.

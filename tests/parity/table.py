@@ -108,9 +108,8 @@ def optimizers() -> Iterator[tuple[str, Callable[[], Any]]]:
     base = keras.optimizers.Optimizer
     found = {n: c for n, c in vars(keras.optimizers).items() if isinstance(c, type) and issubclass(c, base)}
     parameters = {n: inspect.signature(c).parameters for n, c in found.items() if n not in ("Optimizer", *_BY_HAND)}
-    common = set.intersection(
-        *(set(those) for those in parameters.values())
-    )  # they have rows of their own, see _options
+    # What all have has rows of its own, see _options.
+    common = set.intersection(*(set(those) for those in parameters.values()))
     for name in sorted(set(found) - {"Optimizer"}):
         if name in _BY_HAND:
             yield name, _two_optimizers if name == "MultiOptimizer" else _BY_HAND[name]
@@ -445,11 +444,11 @@ def two_models(run: Run) -> Result:
 
 
 class TwoOptimizers(keras.Sequential):
-    """A ``train_step`` that updates the first layer by one optimizer and the rest by another."""
+    """A ``train_step`` that updates the first layer by one optimizer and the rest by another, unknown to Keras."""
 
-    def compile(self, optimizer: Any, first: Any, **arguments: Any) -> None:
-        super().compile(optimizer=optimizer, **arguments)
-        self.first = first
+    def compile(self, first: Any, second: Any) -> None:
+        super().compile(loss="mse")
+        self.first, self.second = first, second
 
     def train_step(self, data: Any) -> Any:
         x, y = data
@@ -458,31 +457,19 @@ class TwoOptimizers(keras.Sequential):
         gradients = tape.gradient(loss, self.trainable_variables)
         pairs = list(zip(gradients, self.trainable_variables, strict=True))
         self.first.apply_gradients(pairs[:2])
-        self.optimizer.apply_gradients(pairs[2:])
+        self.second.apply_gradients(pairs[2:])
         return {"loss": loss}
 
 
 def two_optimizers(run: Run) -> Result:
-    x, y = regression()
-    x, y = run.part(x), run.part(y)
-    model = mlp()
+    """All ranks run ``fit``, the server too: in each step it serves one optimizer and then the other."""
+    model = TwoOptimizers(mlp().layers)
     first, second = run.optimizer(sgd()), run.optimizer(adam())
+    model.compile(first, second)
     if run.distributed:
-        for optimizer, variables in ((first, model.trainable_variables[:2]), (second, model.trainable_variables[2:])):
-            optimizer.synchronize(variables)
-
-    @tf.function
-    def step(x: Any, y: Any) -> None:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        pairs = list(zip(gradients, model.trainable_variables, strict=True))
-        first.apply_gradients(pairs[:2])
-        second.apply_gradients(pairs[2:])
-
-    size = run.batch()
-    for at in range(0, len(x), size):
-        step(x[at : at + size], y[at : at + size])
+        first.synchronize(model.trainable_variables[:2])
+        second.synchronize(model.trainable_variables[2:])
+    run.fit(model, *regression())
     if run.distributed:
         first.finish()
         second.finish()

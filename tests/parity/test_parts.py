@@ -46,7 +46,7 @@ def train_by_parts(optimizer, trained, dtype):
     given = {}
     number = tf.Variable(0, dtype=tf.int64)
     bridge = Bridge(
-        plan.units, trained, number, lambda unit, step, image: given.__setitem__((step, unit), image.copy())
+        plan.units, trained, number, None, lambda unit, step, image: given.__setitem__((step, unit), image.copy())
     )
     updater = Updater(optimizer, trained, plan, bridge)
     for step in range(STEPS):

@@ -175,3 +175,21 @@ def case_a_gradient_that_only_one_client_has():
     if RANK == 2:
         gradients[1] = None
     optimizer.apply(gradients, model.trainable_variables)
+
+
+def case_a_train_step_with_another_optimizer_than_fits():
+    other = mp.DistributedOptimizer("sgd")
+
+    class Model(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            pairs = list(zip(gradients, self.trainable_variables, strict=True))
+            other.apply_gradients(pairs[:2])
+            self.optimizer.apply_gradients(pairs[2:])
+            return {"loss": loss}
+
+    first_step_now()
+    long_fit(compiled(Model(mlp().layers)))

@@ -347,14 +347,20 @@ def case_callbacks_given_on_all_ranks_on_the_server_or_on_a_client():
 # What is not as in one process is said; what cannot be is refused.
 
 
-def case_batch_normalisation_by_parts_is_said_once():
+def case_layers_that_do_otherwise_than_in_one_process_are_said_once():
     x, y = regression()
     keras.utils.set_random_seed(RANK)
-    layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(name="norm"), keras.layers.Dense(1)]
+    layers = [
+        keras.layers.Dense(8),
+        keras.layers.BatchNormalization(name="norm"),
+        keras.layers.Dropout(0.1, name="drop"),
+    ]
+    layers += [keras.layers.Dense(1)]
     model = compiled(keras.Sequential([keras.Input((8,)), *layers]))
     with logged() as lines:
         fit(model, x, y, epochs=2)
-    assert len([line for line in lines if "normalises" in line and "norm" in line]) == (RANK == 0), lines
+    for words in (("normalises", "norm"), ("random numbers", "drop")):
+        assert len([line for line in lines if all(word in line for word in words)]) == (RANK == 0), lines
 
 
 def refused(function, *words):
