@@ -110,6 +110,17 @@ def is_linear(optimizer: Any) -> bool:
     return type(optimizer) is keras.optimizers.SGD and not clips
 
 
+def changes_only_rows_with_gradient(optimizer: Any) -> bool:
+    """Whether an update with ``tf.IndexedSlices`` leaves every other row of the variable as it is, for sure.
+
+    Momentum moves rows on, weight decay and moving averages move all.
+    """
+    still = type(optimizer) is keras.optimizers.Adagrad or (
+        type(optimizer) is keras.optimizers.SGD and not optimizer.momentum
+    )
+    return still and not optimizer.weight_decay and not optimizer.use_ema
+
+
 def embeddings_of(model: Any) -> set[Any]:
     """The keys (see :func:`variable_key`) of variables of which a step probably has gradients of some rows only.
 

@@ -113,15 +113,23 @@ class Updater:
         """What ``Optimizer.apply`` does, for the variables of one bucket."""
         optimizer = self._optimizer
         variables = [self._variables[region.variable] for region in unit.regions]
-        before = self._before(unit)
-        gradients = optimizer._clip_gradients(self._shaped(unit))
+        gradients = self._shaped(unit)
+        free = getattr(variables[0], "constraint", None) is None
+        few = unit.row_bytes and free and compat.changes_only_rows_with_gradient(optimizer)
+        touched = tf.unique(gradients[0].indices)[0] if few else None
+        before = self._before(unit) if touched is None else None
+        gradients = optimizer._clip_gradients(gradients)
         optimizer._apply_weight_decay(variables)
         optimizer._backend_update_step(gradients, variables, optimizer.learning_rate)
         for variable in variables:
             self._average(variable, self._average_of(variable), variable)
             if getattr(variable, "constraint", None) is not None:
                 variable.assign(variable.constraint(variable))
-        self._give(unit, before)
+        if touched is None:
+            self._give(unit, before)
+        else:
+            (variable,) = self._bridge.variables_of(unit)
+            self._bridge.give(unit, [tf.IndexedSlices(variable.sparse_read(touched), touched)])
 
     def _update_all(self) -> None:
         optimizer = self._optimizer

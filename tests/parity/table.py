@@ -304,6 +304,8 @@ def _gradients() -> Iterator[Case]:
         ("SGD", lambda: o.SGD(0.5)),
         ("SGD momentum", lambda: o.SGD(0.02, momentum=0.9)),
         ("Adam", adam),
+        ("Adagrad", lambda: o.Adagrad(0.1)),
+        ("SGD, weight_decay", lambda: o.SGD(0.5, weight_decay=0.1)),
         ("RMSprop centered", lambda: o.RMSprop(0.01, centered=True)),
         ("AdamW, clipvalue", lambda: o.AdamW(0.01, clipvalue=0.01)),
         ("Adam, global_clipnorm", lambda: o.Adam(0.01, use_ema=True, ema_overwrite_frequency=4)),
