@@ -811,8 +811,8 @@ def test_a_piece_that_the_plan_does_not_have_ends_the_run_with_a_protocol_error(
         assert isinstance(error, ProtocolError) and "rank 1" in str(error)
 
 
-@pytest.mark.parametrize("total,count,missing", [(2, 3, 2), (-1, 0, -1), (400, 100, 400)])
-def test_a_part_of_rows_that_cannot_be_ends_the_run_with_a_protocol_error(caught, total, count, missing):
+@pytest.mark.parametrize("total,count", [(2, 3), (-1, 0), (400, 100)])
+def test_a_part_of_rows_that_cannot_be_ends_the_run_with_a_protocol_error(caught, total, count):
     with Wire(table_plan(1024)) as wire:
         wire.server()
         part = np.zeros(1024, np.uint8)
@@ -820,7 +820,7 @@ def test_a_part_of_rows_that_cannot_be_ends_the_run_with_a_protocol_error(caught
         wire.send(1, 0, 0, 0, part)
         error = caught()
         assert isinstance(error, ProtocolError) and "rank 1 has sent of piece 0" in str(error)
-        assert f"{count} rows where {missing} are missing" in str(error)
+        assert f"a part with {count} rows" in str(error)
         assert wire.delivered.empty()
 
 
