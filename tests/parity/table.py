@@ -164,10 +164,28 @@ def _options() -> Iterator[Case]:
     for constraint in (constraints.MaxNorm(0.5), constraints.UnitNorm(), constraints.NonNeg()):
         model = partial(mlp, kernel_constraint=constraint)
         yield case(f"constraint {type(constraint).__name__}", sgd, make_model=model)
-    penalties = {"kernel_regularizer": "l2", "bias_regularizer": "l1", "activity_regularizer": "l2"}
+    penalties = {"kernel_regularizer": "l2", "bias_regularizer": "l1"}
     yield case("regularizers", adam, make_model=partial(mlp, **penalties))
+    yield Case(
+        "options",
+        "activity_regularizer",
+        train(adam, partial(mlp, activity_regularizer="l2")),
+        exact=_activity_loss_is_a_mean(),
+        why=""
+        if _activity_loss_is_a_mean()
+        else "this version of Keras adds the penalty up over the samples of a batch",
+    )
     yield case("ExponentialDecay", lambda: o.Adam(schedules.ExponentialDecay(0.01, 3, 0.8)))
     yield case("CosineDecay", lambda: o.SGD(schedules.CosineDecay(0.0, 9, warmup_target=0.05, warmup_steps=3)))
+
+
+def _activity_loss_is_a_mean() -> bool:
+    """Whether the penalty of a batch is the mean over its samples, as a loss is."""
+    layer = keras.layers.Activation("linear", activity_regularizer="l2")
+    layer(np.ones((2, 1), np.float32))
+    (of_two,) = layer.losses
+    layer(np.ones((4, 1), np.float32))
+    return bool(np.isclose(of_two, layer.losses[-1]))
 
 
 def accumulation(run: Run) -> Result:
@@ -244,7 +262,8 @@ def _precision() -> Iterator[Case]:
         x, y = regression()
         x[2 * BATCH + 1], x[7 * BATCH + BATCH - 1] = np.inf, 1e30
         model = mlp(dtype="float32")
-        optimizer = keras.optimizers.LossScaleOptimizer(adam(), initial_scale=2.0**10, dynamic_growth_steps=3)
+        inner = keras.optimizers.SGD(0.01, momentum=0.9)
+        optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**10, dynamic_growth_steps=3)
         model.compile(optimizer=run.optimizer(optimizer), loss="mse")
         model.layers[0].activation = keras.activations.linear
         run.fit(model, x, y)
