@@ -108,7 +108,7 @@ def case_a_model_saved_in_mid_training_opens_without_mpipipe_and_holds_the_slots
             program = (
                 "import sys; sys.modules['mpipipe'] = None; import keras, numpy as np;"
                 f"m = keras.models.load_model({path.format(epoch=1)!r});"
-                "o = m.optimizer; print(type(o).__name__, type(o.inner_optimizer).__name__, int(o.iterations),"
+                "o = m.optimizer; i = o.inner_optimizer; print(type(o).__name__, type(i).__name__, int(i.iterations),"
                 "[v.path for v in o.variables if len(v.shape) and not np.any(v.numpy())])"
             )
             run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
@@ -155,7 +155,7 @@ def case_one_client_with_a_gradient_that_is_not_finite_makes_all_skip_the_step_a
     step(x, y)
     optimizer.finish(model)
     assert not np.array_equal(model.get_weights()[0], before[0])
-    assert everywhere(int(optimizer.iterations)) == [1] * SIZE
+    assert everywhere(int(inner.inner_optimizer.iterations)) == [1] * SIZE
 
 
 # Embeddings.
