@@ -10,6 +10,8 @@ known what comes; TensorFlow takes that place over as the tensor that the traini
 buffers that MPI filled are summed where they are, into what TensorFlow takes over as the tensor that the optimizer
 waits for. Server, out: one, by which the updated elements are put behind their header; it is sent to every client from
 there.
+
+What travels by rows (see :mod:`mpipipe.wire.rows`) is copied once more on either side: into its parts, and out of them.
 """
 
 from __future__ import annotations
@@ -88,6 +90,7 @@ class _Engine(ABC):
         self._wiring = wiring
         self._channel = wiring.channel
         self._incoming, self._outgoing = incoming, outgoing
+        self._part_bytes = self._longest(outgoing)  # so long may a part of a piece be that travels by rows
         # Bytes of pieces sent, headers included, over the whole life.
         self.bytes_sent = 0
         # Of pieces that travel by rows, what has come so far, by piece and rank.
@@ -106,8 +109,8 @@ class _Engine(ABC):
 
     def _listen(self, source: int, depth: int) -> None:
         """Have everything that comes from a rank put into the queue of events."""
-        longest = self._longest(self._incoming)
-        self._channel.listen(source, HEADER_BYTES + longest, depth, lambda buffer: self.feed((source, buffer)))
+        nbytes = HEADER_BYTES + self._longest(self._incoming)
+        self._channel.listen(source, nbytes, depth, lambda buffer: self.feed((source, buffer)))
 
     def _longest(self, form: str) -> int:
         """Bytes behind the header of the longest message."""
@@ -117,7 +120,7 @@ class _Engine(ABC):
         bucket = self.plan.buckets[piece.bucket]
         if bucket.row_bytes:
             return max(piece.nbytes, rows.PART_BYTES + rows.INDEX_BYTES + bucket.row_bytes)
-        return piece.nbytes if bucket.exact else formats.encoded_bytes(form, bucket.dtype, piece.nbytes)
+        return formats.encoded_bytes(self._form(piece, form), bucket.dtype, piece.nbytes)
 
     def _form(self, piece: Piece, form: str) -> str:
         """The wire format of a piece, where most have a given one."""
@@ -134,8 +137,7 @@ class _Engine(ABC):
         return self.plan.pieces[number]
 
     def _is_narrow(self, piece: Piece) -> bool:
-        bucket = self.plan.buckets[piece.bucket]
-        return not bucket.exact and formats.narrows(self._outgoing, bucket.dtype)
+        return formats.narrows(self._form(piece, self._outgoing), self.plan.buckets[piece.bucket].dtype)
 
     def _narrow_message(self, piece: Piece, wide: Buffer, encode: Callable[[Buffer], None]) -> Buffer:
         """A message of a piece with the header of the wide one, whose elements ``encode`` writes."""
@@ -147,7 +149,7 @@ class _Engine(ABC):
     def _by_rows(self, piece: Piece, image: Buffer) -> list[Buffer]:
         """The messages of a piece of which rows travel; its image is a header and the rows."""
         row_bytes = self.plan.buckets[piece.bucket].row_bytes
-        parts = rows.parts(image[HEADER_BYTES:], row_bytes, self._longest(self._outgoing))
+        parts = rows.parts(image[HEADER_BYTES:], row_bytes, self._part_bytes)
         return [np.concatenate([image[:HEADER_BYTES], *fields]) for fields in parts]
 
     def _gathered(self, source: int, piece: Piece, message: Buffer) -> Buffer | None:

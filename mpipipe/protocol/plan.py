@@ -138,24 +138,11 @@ class Plan:
         """What the server updates on its own, in forward order: pieces of a bucket are consecutive."""
         units: list[Unit] = []
         for bucket in self.buckets:
-            if bucket.row_bytes:
-                units.append(
-                    Unit(
-                        len(units),
-                        bucket.index,
-                        bucket.regions,
-                        bucket.dtype,
-                        bucket.nbytes,
-                        bucket.pieces,
-                        bucket.row_bytes,
-                    )
-                )
-                continue
-            for pieces in ([piece] for piece in bucket.pieces) if self.divisible else [bucket.pieces]:
-                first, last = pieces[0], pieces[-1]
-                regions = _within(bucket, first.offset, last.offset + last.nbytes)
-                nbytes = sum(piece.nbytes for piece in pieces)
-                units.append(Unit(len(units), bucket.index, regions, bucket.dtype, nbytes, tuple(pieces)))
+            parts = [(bucket.regions, bucket.nbytes, bucket.pieces)]
+            if self.divisible and not bucket.row_bytes:
+                parts = [(_within(bucket, p.offset, p.offset + p.nbytes), p.nbytes, (p,)) for p in bucket.pieces]
+            for regions, nbytes, pieces in parts:
+                units.append(Unit(len(units), bucket.index, regions, bucket.dtype, nbytes, pieces, bucket.row_bytes))
         return tuple(units)
 
     @cached_property
@@ -232,18 +219,14 @@ def make_plan(
     for index, group in enumerate(fused):
         specs = [variables[v] for v in group]
         regions = tuple(Region(v, 0, math.prod(variables[v].shape)) for v in group)
-        if group[0] in rows:
-            piece = Piece(first, index, 0, min(specs[0].nbytes, piece_bytes))
-            row_bytes = specs[0].nbytes // specs[0].shape[0]
-            buckets.append(Bucket(index, regions, specs[0].dtype, specs[0].nbytes, (piece,), index, True, row_bytes))
-            first += 1
-            continue
-        ends = _ends(specs, piece_bytes, divisible)
-        starts = [0, *ends[:-1]]
-        spans = enumerate(zip(starts, ends, strict=True))
+        row_bytes = specs[0].nbytes // specs[0].shape[0] if group[0] in rows else 0
+        nbytes = sum(spec.nbytes for spec in specs)
+        ends = [min(nbytes, piece_bytes)] if row_bytes else _ends(specs, piece_bytes, divisible)
+        spans = enumerate(zip([0, *ends[:-1]], ends, strict=True))
         pieces = tuple(Piece(first + i, index, at, end - at) for i, (at, end) in spans)
         first += len(pieces)
-        buckets.append(Bucket(index, regions, specs[0].dtype, ends[-1], pieces, index, group[0] in exact))
+        is_exact = row_bytes > 0 or group[0] in exact
+        buckets.append(Bucket(index, regions, specs[0].dtype, nbytes, pieces, index, is_exact, row_bytes))
     return Plan(variables, has_gradient, tuple(buckets), divisible)
 
 

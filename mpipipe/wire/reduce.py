@@ -40,15 +40,14 @@ def mean(
         ValueError: there is no such format, or the lengths do not agree.
     """
     element = plain.dtype_of(dtype)
-    wide = np.dtype(np.float32) if element.itemsize == 2 else element
+    wide = wide_of(element)
     sent = np.dtype(np.uint16) if formats.narrows(form, dtype) else element
     size = parts[0].nbytes // sent.itemsize
     if out is None:
         out = np.empty(size * element.itemsize, np.uint8)
     for part in parts:
         formats.check_lengths(form, dtype, out.nbytes, part.nbytes)
-    if weights is not None and len(set(weights)) == 1:
-        weights = None
+    weights = unlike(weights)
     arrays, result = [part.view(sent) for part in parts], out.view(element)
     # What is summed as it is needs no memory besides the result; numpy is fastest in one go.
     step = max(size, 1) if sent == wide and weights is None else formats.BLOCK
@@ -62,6 +61,16 @@ def mean(
         if wide != element:
             result[block] = total
     return out
+
+
+def wide_of(element: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype in which elements of a dtype are summed."""
+    return np.dtype(np.float32) if element.itemsize == 2 else element
+
+
+def unlike(weights: Sequence[int] | None) -> Sequence[int] | None:
+    """The weights of a mean; None where no two differ, and each part counts the same."""
+    return None if weights is None or len(set(weights)) == 1 else weights
 
 
 def _mean(arrays: list[NDArray[Any]], dtype: str, form: str, total: NDArray[Any]) -> None:

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mpipipe.wire import plain
+from mpipipe.wire import plain, reduce
 
 Bytes = NDArray[np.uint8]
 
 INDEX_BYTES = 8
-_COUNT_BYTES = 8
-PART_BYTES = 2 * _COUNT_BYTES
+COUNT_BYTES = 8
+PART_BYTES = 2 * COUNT_BYTES
 
 
 def write(indices: NDArray[np.int64], elements: NDArray[np.uint8]) -> Bytes:
@@ -33,17 +33,17 @@ def read(rows: Bytes, row_bytes: int) -> tuple[NDArray[np.int64], NDArray[np.uin
     Raises:
         ValueError: the length does not agree with the number of rows.
     """
-    if rows.nbytes < _COUNT_BYTES:
+    if rows.nbytes < COUNT_BYTES:
         raise ValueError(f"{rows.nbytes} bytes are no rows")
-    count = int(rows[:_COUNT_BYTES].view(np.int64)[0])
-    if count < 0 or rows.nbytes != _COUNT_BYTES + count * (INDEX_BYTES + row_bytes):
+    count = int(rows[:COUNT_BYTES].view(np.int64)[0])
+    if count < 0 or rows.nbytes != COUNT_BYTES + count * (INDEX_BYTES + row_bytes):
         raise ValueError(f"{rows.nbytes} bytes are not {count} rows of {row_bytes} bytes")
-    return _fields(rows[_COUNT_BYTES:], count, row_bytes)
+    return _fields(rows[COUNT_BYTES:], count, row_bytes)
 
 
 def none() -> Bytes:
     """No rows at all."""
-    return np.zeros(_COUNT_BYTES, np.uint8)
+    return np.zeros(COUNT_BYTES, np.uint8)
 
 
 def parts(rows: Bytes, row_bytes: int, part_bytes: int) -> Iterator[list[Bytes]]:
@@ -97,7 +97,7 @@ class Gathering:
     def rows(self) -> Bytes:
         """All rows that have come, in new memory."""
         fields = [
-            _fields(part[PART_BYTES:], int(part[_COUNT_BYTES:PART_BYTES].view(np.int64)[0]), self._row_bytes)
+            _fields(part[PART_BYTES:], int(part[COUNT_BYTES:PART_BYTES].view(np.int64)[0]), self._row_bytes)
             for part in self.parts
         ]
         return write(np.concatenate([i for i, _ in fields]), np.concatenate([e for _, e in fields]))
@@ -124,12 +124,11 @@ def mean(
             not, the mean has all rows of all gradients, one gradient after the other, each as it counts: just what one
             gradient over all samples would have, for an optimizer that does not treat the sum as it does the rows.
     """
-    if weights is not None and len(set(weights)) == 1:
-        weights = None
+    weights = reduce.unlike(weights)
     used = [n for n in range(len(gradients)) if weights is None or weights[n]]  # what comes from no samples may be NaN
     read_all = [read(gradients[n], row_bytes) for n in used]
     element = plain.dtype_of(dtype)
-    wide = np.dtype(np.float32) if element.itemsize == 2 else element
+    wide = reduce.wide_of(element)
     indices = np.concatenate([i for i, _ in read_all])
     values = [np.ascontiguousarray(e).view(element).astype(wide, copy=False) for _, e in read_all]
     if weights is not None:
