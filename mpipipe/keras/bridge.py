@@ -19,7 +19,7 @@ import tensorflow as tf
 from mpipipe.keras import compat
 from mpipipe.protocol.plan import Bucket, Unit, item_bytes
 from mpipipe.transport.base import Buffer
-from mpipipe.wire import header
+from mpipipe.wire import header, rows
 
 # A slot gives a gradient (or weights) and, on a timeline, a mark a step; no rank is ever two steps ahead.
 _CAPACITY_PER_SLOT = 4
@@ -145,8 +145,8 @@ class Bridge:
         if self._samples is not None:
             samples = tf.bitwise.left_shift(self._samples.read_value(), tf.constant(32, tf.int64))
         values = tf.constant(numbers) + tf.stack([self._step.read_value(), samples])
-        rows = tf.reshape(tf.bitcast(values, tf.uint8), [len(slot.pieces), header.HEADER_BYTES])
-        return tf.unstack(rows)
+        heads = tf.reshape(tf.bitcast(values, tf.uint8), [len(slot.pieces), header.HEADER_BYTES])
+        return tf.unstack(heads)
 
     def _run(self) -> None:
         queue = self._given.queue_ref
@@ -188,11 +188,11 @@ def _rows(indices: Any, values: Any, summed: bool) -> list[Any]:
 
 def _slices(data: Any, dtype: Any, item: int, shape: Any) -> Any:
     """The inverse: ``tf.IndexedSlices`` of a variable of a given shape."""
-    count = tf.bitcast(data[:8], tf.int64)
-    cut = 8 + 8 * count
-    indices = tf.bitcast(tf.reshape(data[8:cut], [-1, 8]), tf.int64)
-    rows = tf.reshape(data[cut:], tf.concat([[count], tf.constant([*shape[1:], item], tf.int64)], axis=0))
-    values = tf.bitcast(rows, dtype)
+    count = tf.bitcast(data[: rows.COUNT_BYTES], tf.int64)
+    cut = rows.COUNT_BYTES + rows.INDEX_BYTES * count
+    indices = tf.bitcast(tf.reshape(data[rows.COUNT_BYTES : cut], [-1, rows.INDEX_BYTES]), tf.int64)
+    elements = tf.reshape(data[cut:], tf.concat([[count], tf.constant([*shape[1:], item], tf.int64)], axis=0))
+    values = tf.bitcast(elements, dtype)
     values.set_shape([None, *shape[1:]])
     return tf.IndexedSlices(values, indices, tf.constant(shape.as_list(), tf.int64))
 

@@ -15,7 +15,7 @@ from mpipipe import context as running
 from mpipipe.errors import MpipipeError
 from mpipipe.keras import compat, trainer
 from mpipipe.keras.bridge import Bridge
-from mpipipe.keras.update import Updater, is_divisible
+from mpipipe.keras.update import BITS_OF_ROWS, Updater, is_divisible
 from mpipipe.logs import logger
 from mpipipe.protocol.plan import VariableSpec
 from mpipipe.session import ClientSession, Gradient, ServerSession
@@ -555,7 +555,11 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         for gradient, variable in zip(grads, self._trainable_variables, strict=True):
             if gradient is None:
                 kinds.append("none")
-            elif by_rows and isinstance(gradient, tf.IndexedSlices) and compat.native(variable).dtype.size in _BY_ROWS:
+            elif (
+                by_rows
+                and isinstance(gradient, tf.IndexedSlices)
+                and compat.native(variable).dtype.size in BITS_OF_ROWS
+            ):
                 kinds.append("rows")
             else:
                 kinds.append("whole")
@@ -767,21 +771,15 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     def _end_step(self, took: bool) -> None:
         """On a client, when its gradients are under way: wait for the weights, or note that they are to come."""
         assert self._bridge is not None
-        if self._accumulates == 1:
-            self._bridge.end_step()
-            if took:
-                self._pending.assign(True)
-            else:
-                for bucket in self._bridge.slots:
-                    self._take(bucket)
-            return
-        sends = tf.equal(self._accumulated.assign_add(1) % self._accumulates, 0)
+        sends: Any = True
+        if self._accumulates > 1:
+            sends = tf.equal(self._accumulated.assign_add(1) % self._accumulates, 0)
         self._bridge.end_step(sends)
         if took:
             self._pending.assign(sends)
-        elif tf.inside_function():
+        elif sends is not True and tf.inside_function():
             tf.cond(sends, self._take_all, lambda: False)
-        elif bool(sends):
+        elif sends:
             self._take_all()
 
     def _serve_one(self) -> None:
@@ -807,9 +805,6 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 # whose weights have been assigned.
 _STEP, _LOSS, _TAKES, _TAKES_NEW, _ASSIGNED = 1, 2, 3, 4, 5
 
-# Bytes of an element of the variables whose rows can travel on their own.
-_BY_ROWS = (2, 4, 8)
-
 # Attributes of the wrapped optimizer that the base class sets too.
 _SHARED = (
     "weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "use_ema", "ema_momentum", "ema_overwrite_frequency",
@@ -831,10 +826,7 @@ def _wrapped(optimizer: Any) -> Any:
     if isinstance(optimizer, DistributedOptimizer):
         raise TypeError("the optimizer is a DistributedOptimizer already: wrap a Keras optimizer once")
     if isinstance(getattr(optimizer, "inner_optimizer", None), DistributedOptimizer):
-        raise TypeError(
-            "the optimizer inside LossScaleOptimizer is a DistributedOptimizer: put it around instead, "
-            "DistributedOptimizer(LossScaleOptimizer(...))"
-        )
+        raise TypeError(trainer.PUT_AROUND)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
             f"DistributedOptimizer takes an instance of keras.optimizers.Optimizer, such as "

@@ -24,6 +24,11 @@ from mpipipe.logs import logger
 # Seconds between a client's reports of its metrics, for the server's progress bar.
 _REPORT_EVERY = 0.5
 
+PUT_AROUND = (
+    "the optimizer inside LossScaleOptimizer is a DistributedOptimizer: put it around instead, "
+    "DistributedOptimizer(LossScaleOptimizer(...))"
+)
+
 _installed = False
 
 
@@ -63,10 +68,7 @@ def _compile(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
     optimizer = arguments.get("optimizer")
     if _distributed(getattr(optimizer, "inner_optimizer", None)) and not _distributed(optimizer):
-        raise ValueError(
-            "the optimizer inside LossScaleOptimizer is a DistributedOptimizer: put it around instead, "
-            "DistributedOptimizer(LossScaleOptimizer(...))"
-        )
+        raise ValueError(PUT_AROUND)
     if not _distributed(optimizer):
         original(model, *args, **kwargs)
         return

@@ -125,11 +125,7 @@ class Updater:
             self._average(variable, self._average_of(variable), variable)
             if getattr(variable, "constraint", None) is not None:
                 variable.assign(variable.constraint(variable))
-        if touched is None:
-            self._give(unit, before)
-        else:
-            (variable,) = self._bridge.variables_of(unit)
-            self._bridge.give(unit, [tf.IndexedSlices(variable.sparse_read(touched), touched)])
+        self._give(unit, before, touched)
 
     def _update_all(self) -> None:
         optimizer = self._optimizer
@@ -139,7 +135,7 @@ class Updater:
                 gradients[region.variable] = gradient
         before = [self._before(unit) for unit in self._units]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there are variables without a gradient has been said
+            warnings.filterwarnings("ignore", "Gradients do not exist")  # it has been said on the clients
             optimizer.apply(gradients, self._variables)  # which divides by what is accumulated, too
         for unit, values in zip(self._units, before, strict=True):
             self._give(unit, values)
@@ -148,10 +144,15 @@ class Updater:
         """What a unit of rows holds before it is updated."""
         return self._bridge.variables_of(unit)[0].read_value() if unit.row_bytes else None
 
-    def _give(self, unit: Unit, before: Any = None) -> None:
-        values = [variable.read_value() for variable in self._bridge.variables_of(unit)]
-        if unit.row_bytes:
-            values = [_changed_rows(before, values[0])]
+    def _give(self, unit: Unit, before: Any = None, touched: Any = None) -> None:
+        """Give a unit's new weights; of rows those touched, or those that are no longer as ``before``."""
+        variables = self._bridge.variables_of(unit)
+        if touched is not None:
+            values = [tf.IndexedSlices(variables[0].sparse_read(touched), touched)]
+        elif unit.row_bytes:
+            values = [_changed_rows(before, variables[0].read_value())]
+        else:
+            values = [variable.read_value() for variable in variables]
         self._bridge.give(unit, values)
 
     def _average_of(self, variable: Any) -> Any:
@@ -175,6 +176,10 @@ class Updater:
             target.assign(tf.where(due, tf.convert_to_tensor(average), tf.convert_to_tensor(target)))
 
 
+# By the bytes of an element: what a variable's rows are compared as. Where there is nothing, it travels whole.
+BITS_OF_ROWS = {2: tf.int16, 4: tf.int32, 8: tf.int64}
+
+
 def _divided(gradient: Any, factor: float) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(gradient.values / factor, gradient.indices, gradient.dense_shape)
@@ -183,7 +188,7 @@ def _divided(gradient: Any, factor: float) -> Any:
 
 def _changed_rows(before: Any, after: Any) -> Any:
     """The rows of ``after`` in which any bit is another one than before, whatever the optimizer has changed."""
-    bits = {2: tf.int16, 4: tf.int32, 8: tf.int64}[before.dtype.size]
+    bits = BITS_OF_ROWS[before.dtype.size]
     unlike = tf.not_equal(tf.bitcast(before, bits), tf.bitcast(after, bits))
     changed = tf.where(tf.reduce_any(unlike, axis=list(range(1, len(before.shape)))))[:, 0]
     return tf.IndexedSlices(tf.gather(after, changed), changed, tf.shape(after, tf.int64))
@@ -280,7 +285,7 @@ def needs_all_gradients(optimizer: Any) -> str:
     if optimizer.global_clipnorm:
         return "global_clipnorm needs the gradients of all layers"
     if optimizer.gradient_accumulation_steps and compat.accumulates_at_clients(optimizer) == 1:
-        return "gradient_accumulation_steps with use_ema, or in such an optimizer, works on all layers in every step"
+        return "gradient_accumulation_steps with use_ema, or in an optimizer with an apply of its own, needs all layers"
     if not compat.updates_by_variable(optimizer):
         return f"{type(optimizer).__name__} has a step of its own that needs the gradients of all layers"
     return ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import keras
@@ -31,6 +33,15 @@ def settings(**values):
 def record(case: str, text: str) -> None:
     """Have something printed in the test's output."""
     os.write(1, f"RECORD {case} rank {RANK}: {text}\n".encode())
+
+
+def without_mpipipe(program: str) -> str:
+    """What a program prints in a process in which mpipipe cannot be imported; nothing of a file was left out in it."""
+    command = [sys.executable, "-c", f"import sys; sys.modules['mpipipe'] = None; {program}"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert "Skipping" not in run.stderr, run.stderr
+    return run.stdout
 
 
 def everywhere(value):
