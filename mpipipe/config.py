@@ -35,13 +35,30 @@ def _format(text: str) -> str:
     return text
 
 
+def _seconds(text: str) -> float:
+    return float(text)
+
+
+NONFINITE = ("ignore", "warn", "skip", "raise")
+
+
+def _nonfinite(text: str) -> str:
+    if text not in NONFINITE:
+        raise ValueError(text)
+    return text
+
+
 def _setting(default: Any, meaning: str, parse: Any, least: float = -math.inf, most: float = math.inf) -> Any:
     return field(default=default, metadata={"meaning": meaning, "parse": parse, "least": least, "most": most})
 
 
+# The settings that only concern the rank that has them. All others must be the same on every rank.
+_OWN = ("client_progress", "quiet", "timeline", "stall_warning", "stall_abort")
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
-    """All settings of a run. They must be the same on every rank."""
+    """All settings of a run."""
 
     # Those that are None follow from the link, which is measured at the start.
     piece_bytes: int | None = _setting(None, "size of the pieces in which large layers travel", _bytes, 1024)
@@ -58,9 +75,23 @@ class Config:
     wire: str = _setting("plain", "how float32 gradients travel: plain, or in half the bytes: bf16, fp16", _format)
     wire_weights: str = _setting("plain", "how float32 weights travel: plain, bf16, fp16", _format)
     sparse: bool = _setting(True, "send of an embedding only the rows that have a gradient, or have changed", _flag)
+    on_nonfinite: str = _setting(
+        "ignore", "a gradient that is not finite: ignore (as Keras does), warn, skip its step, or raise", _nonfinite
+    )
+    stall_warning: float = _setting(
+        30.0, "seconds after which it is said who waits for whom, then at every doubling (0: never)", _seconds, 0
+    )
+    stall_abort: float = _setting(
+        600.0, "seconds after which a rank that does not answer, or is stuck in a step, ends the run (0: never)",
+        _seconds, 0,
+    )  # fmt: skip
     client_progress: bool = _setting(False, "let clients draw Keras's progress bar too", _flag)
     quiet: bool = _setting(True, "silence TensorFlow's start-up messages on all ranks but the server", _flag)
     timeline: str = _setting("", "folder for a timeline of the run; see `python -m mpipipe.trace`", str)
+
+    def shared(self) -> dict[str, Any]:
+        """The settings that must be the same on every rank, by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OWN}
 
     @classmethod
     def make(cls, environ: Mapping[str, str] = os.environ, **arguments: Any) -> Config:
@@ -94,22 +125,31 @@ def _check(name: str, value: Any, setting: Any, where: str) -> Any:
             value = setting.metadata["parse"](value)
         except (ValueError, KeyError):
             raise ConfigError(f"{where} is {value!r}, which is not a {_kind(setting)}") from None
+    if _type(setting) is float and type(value) is int:
+        value = float(value)
     if type(value) is not _type(setting):
         raise ConfigError(f"{where} is {value!r}, which is not a {_kind(setting)}")
-    if isinstance(value, int) and not setting.metadata["least"] <= value <= setting.metadata["most"]:
+    if isinstance(value, int | float) and not setting.metadata["least"] <= value <= setting.metadata["most"]:
         least, most = setting.metadata["least"], setting.metadata["most"]
         raise ConfigError(f"{where} is {value!r}; {name} is at least {least} and at most {most}")
     return value
 
 
 def _type(setting: Any) -> type:
-    return {_bytes: int, int: int, _flag: bool}.get(setting.metadata["parse"], str)
+    return {_bytes: int, int: int, _flag: bool, _seconds: float}.get(setting.metadata["parse"], str)
 
 
 def _kind(setting: Any) -> str:
     if setting.metadata["parse"] is _format:
         return f"wire format ({', '.join(FORMATS)})"
-    kinds = {bool: "yes or no (1 or 0)", int: "whole number (of bytes, such as 4194304 or 4M)", str: "text"}
+    if setting.metadata["parse"] is _nonfinite:
+        return f"known way ({', '.join(NONFINITE)})"
+    kinds = {
+        bool: "yes or no (1 or 0)",
+        int: "whole number (of bytes, such as 4194304 or 4M)",
+        float: "number of seconds",
+        str: "text",
+    }
     return kinds[_type(setting)]
 
 

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mpipipe import launcher, logs, trace
+from mpipipe import launcher, logs, signals, trace, watch
 from mpipipe.config import Config
 from mpipipe.errors import DisagreementError, EnvironmentProblem, MpipipeError
 from mpipipe.link import Link
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 # Seconds for which a rank that knows of an error shared by all waits to be ended by the rank that prints it.
 _GRACE = 5.0
+# Seconds within which the server ends the run where all ranks got SIGTERM.
+_TERM_GRACE = 4.0
 # How often a rank asks the server for the time, to put its timeline on the server's clock.
 _CLOCK_SAMPLES = 50
 
@@ -48,6 +51,12 @@ class Context:
         self.busy = ""
         # Called when this rank leaves the run.
         self.closers: list[Callable[[], None]] = []
+        # Called before the run is ended from outside, or for want of clients: each saves what there is and says, in
+        # words, where; nothing, if there is nothing to save.
+        self.savers: list[Callable[[], str]] = []
+        # The clients whose processes have died, or that have been given up, while the others go on.
+        self.lost: list[int] = []
+        self.watch = watch.Watch(self)
         # What sys.exit was called with.
         self.exit_code: Any = None
         # The network as the server has measured it, once in a run.
@@ -64,11 +73,17 @@ class Context:
         self._finalized = False
         if transport is not None:
             transport.on_control(self._dispatch)
+            transport.on_lost(lambda rank: self.lose(rank, "its process has died"))
 
     @property
     def alone(self) -> bool:
         """Whether there is nobody to train with."""
         return self.size == 1
+
+    @property
+    def finalized(self) -> bool:
+        """Whether this rank has left the run, or is about to."""
+        return self._finalized
 
     @property
     def is_server(self) -> bool:
@@ -107,8 +122,81 @@ class Context:
                 sessions[number] = {source: message["kind"] for source, message in messages}
         return {source: (number, kind) for number, waiting in sessions.items() for source, kind in waiting.items()}
 
+    def awaited(self) -> dict[int, str]:
+        """Whom this rank waits for at present, and what for, in words."""
+        with self._lock:
+            sessions = list(self._sessions)
+        awaited: dict[int, str] = {}
+        for session in sessions:
+            awaited |= {**session.awaited, **session.owing}
+        return {rank: what for rank, what in awaited.items() if rank not in self.lost}
+
+    def lose(self, rank: int, why: str) -> None:
+        """A rank is not there any more: go on without it, or end this rank."""
+        if not self.is_server:
+            if rank == SERVER:
+                self.fail(f"the server (rank 0) is lost: {why}")
+            return
+        with self._lock:
+            if rank in self.lost or rank in self._departed:
+                return
+            self.lost.append(rank)
+            sessions = [session for session in self._sessions if isinstance(session, ServerSession)]
+        left = [client for client in self.clients if client not in self.lost]
+        begun = [session.engine.steps_begun for session in sessions if session.engine is not None]
+        if not begun:
+            self.fail(f"rank {rank} is lost before training began: {why}")
+        when = f"in step {begun[-1] - 1}" if begun[-1] else "before the first step"
+        if not left:
+            saved = self.save()
+            self.fail(f"rank {rank} is lost {when}: {why}; no client is left{saved}")
+        logs.logger.warning(
+            "rank %d is lost %s: %s; %d of %d clients go on: %s",
+            rank, when, why, len(left), len(self.clients), ", ".join(f"rank {client}" for client in left),
+        )  # fmt: skip
+        for session in sessions:
+            session.client_lost(rank)
+
+    def give_up(self, rank: int, why: str) -> None:
+        """A rank is not expected to do anything any more."""
+        if self.is_server and self.transport.survives:
+            self.transport.send_control(rank, {"kind": "lost", "why": why})
+            self.transport.forget(rank)
+            self.lose(rank, why)
+        else:
+            self.fail(f"{why}: ending the run on all ranks{self.save()}")
+
+    def save(self) -> str:
+        """Save what there is to save; where, in words that go on a sentence."""
+        saved = [where for saver in self.savers if (where := saver())]
+        return f"; saved to {' and '.join(saved)}" if saved else ""
+
+    def on_signal(self, number: int) -> None:
+        """This process has got SIGTERM or SIGINT. On a thread of its own."""
+        if self._finalized:
+            os._exit(128 + number)
+        name = signal.Signals(number).name
+        if self.is_server:
+            saved = self.save() if number == signal.SIGTERM else ""
+            self.fail(f"{name}: ending the run on all ranks{saved}", 128 + number)
+        if number == signal.SIGTERM:
+            time.sleep(_TERM_GRACE)  # the server has got it too, and ends the run when it has saved what there is
+        self.abort(128 + number)
+
+    def _answer(self) -> dict[str, Any]:
+        """What this rank says when it is asked whether it is there."""
+        engines = [session.engine for session in self._sessions if isinstance(session, ClientSession)]
+        in_step = any(engine is not None and engine.in_step for engine in engines)
+        return {"kind": "here", "where": watch.place(), "in_step": in_step}
+
     def _dispatch(self, source: int, message: dict[str, Any]) -> None:
-        if message["kind"] == "depart":
+        if message["kind"] == "ask":
+            self.transport.send_control(source, self._answer())
+        elif message["kind"] == "here":
+            self.watch.answered(source, message)
+        elif message["kind"] == "lost":
+            self.fail(f"the server (rank 0) goes on without this rank: {message['why']}")
+        elif message["kind"] == "depart":
             with self._lock:
                 if "timeline" in message:
                     self._timelines[source] = message["timeline"], message["offset"]
@@ -149,7 +237,10 @@ class Context:
         sys.stdout.flush()
         if isinstance(error, DisagreementError) and not self.is_server:
             time.sleep(_GRACE)  # the server prints it and ends the run
-        logs.print_exception(self.rank, kind, error, trace, brief=isinstance(error, MpipipeError))
+        brief = isinstance(error, MpipipeError)
+        if isinstance(error, KeyboardInterrupt):
+            error, brief = KeyboardInterrupt("interrupted: ending the run on all ranks"), True
+        logs.print_exception(self.rank, kind, error, trace, brief=brief)
         self.abort(1)
 
     def finalize(self) -> None:
@@ -193,14 +284,14 @@ class Context:
 
     def _wait_for_clients(self) -> None:
         """Wait until the clients' scripts have ended; they may not want anything from the server any more."""
-        while len(self._departed) < len(self.clients):
+        while not set(self.clients) <= {*self._departed, *self.lost}:
             for client, (_, kind) in self.waiting().items():
                 self._left_behind(f"rank {client} is {PLACES[kind]}")
             for session in self._sessions:
                 if isinstance(session, ServerSession) and session.engine and session.engine.step_waits:
                     self._left_behind("clients go on with another step")
             time.sleep(0.02)
-        for client in self.clients:
+        for client in self._departed:
             self.transport.send_control(client, {"kind": "bye"})
 
     def _left_behind(self, what: str) -> None:
@@ -318,6 +409,8 @@ def _install_hooks(context: Context) -> None:
         else:
             threading.__excepthook__(arguments)
 
+    signals.watch(context.on_signal)
+    context.watch.start()
     sys.exit = remember_code  # type: ignore[assignment]
     sys.excepthook = on_exception
     threading.excepthook = on_thread_exception

@@ -20,7 +20,7 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,7 +54,8 @@ class Wiring:
     ``wire`` and ``wire_weights`` are formats (see :mod:`mpipipe.wire.formats`) of gradients and of weights.
     ``average`` is "clients" where every client's gradient counts the same, "samples" where it counts by the samples
     behind it. ``sum_rows``: see ``summed`` of :func:`mpipipe.wire.rows.mean`. ``overlap`` is false where nothing of a
-    step is sent before its backward pass is over. ``number`` is the session's.
+    step is sent before its backward pass is over. ``survive`` is true where clients may be lost and the others go on.
+    ``number`` is the session's.
     """
 
     plan: Plan
@@ -66,6 +67,7 @@ class Wiring:
     average: str = "clients"
     sum_rows: bool = True
     overlap: bool = True
+    survive: bool = False
     number: int = 0
 
 
@@ -203,13 +205,23 @@ class ClientEngine(_Engine):
     Args:
         wiring: see :class:`Wiring`.
         deliver: called with each bucket's new weights, on the engine's thread.
+        on_idle: called on the engine's thread when nothing has happened for a second, with the step and the buckets
+            whose new weights it waits for; and with no buckets once something happens again.
         server: the rank that owns the buckets.
     """
 
-    def __init__(self, wiring: Wiring, deliver: Deliver, server: int = 0) -> None:
+    def __init__(
+        self,
+        wiring: Wiring,
+        deliver: Deliver,
+        on_idle: Callable[[int, list[int]], None] = lambda step, buckets: None,
+        server: int = 0,
+    ) -> None:
         super().__init__(wiring, wiring.wire_weights, wiring.wire)
         self._machine = ClientMachine(self.plan, wiring.credit_bytes, overlap=wiring.overlap)
         self._deliver = deliver
+        self._on_idle = on_idle
+        self._was_idle = False  # whether it has been called with something
         self._server = server
         # Images by bucket and step, each until all of it is sent; and how many pieces of each bucket's oldest one are.
         self._gradients: list[dict[int, Buffer]] = [{} for _ in self.plan.buckets]
@@ -238,6 +250,11 @@ class ClientEngine(_Engine):
         """The training step has put the weights that were last delivered into the variables."""
         self._mark("assigned", bucket, self._delivered[bucket])
 
+    @property
+    def in_step(self) -> bool:
+        """Whether some, but not all, of a step has been done."""
+        return self._settled is None
+
     def settle(self) -> int:
         """Wait until nothing is under way; returns how many steps are done."""
         with self._changed:
@@ -251,6 +268,9 @@ class ClientEngine(_Engine):
         self.settle()
 
     def _handle(self, event: Any) -> None:
+        if self._was_idle:
+            self._was_idle = False
+            self._on_idle(0, [])
         if isinstance(event, tuple) and len(event) == 3:
             bucket, step, image = event
             self._gradients[bucket][step] = image
@@ -272,7 +292,9 @@ class ClientEngine(_Engine):
             self._changed.notify_all()
 
     def _idle(self) -> None:
-        pass
+        step, buckets = self._machine.awaited()
+        self._was_idle = bool(buckets)
+        self._on_idle(step, buckets)
 
     def _take(self, source: int, message: Buffer) -> m.WeightsReceived | m.AskedFor | None:
         step, number = header.read(message)
@@ -333,8 +355,8 @@ class ServerEngine(_Engine):
         wiring: see :class:`Wiring`.
         clients: the ranks that train.
         hand_over: called with each unit's mean gradient, on the engine's thread.
-        on_idle: called on the engine's thread when nothing has happened for a second, with the buckets that each
-            client owes.
+        on_idle: called on the engine's thread when nothing has happened for a second, with the step that is being
+            served and the buckets of it that each client owes; and with nothing owed once something happens again.
     """
 
     def __init__(
@@ -342,13 +364,14 @@ class ServerEngine(_Engine):
         wiring: Wiring,
         clients: list[int],
         hand_over: Deliver,
-        on_idle: Callable[[dict[int, list[int]]], None] = lambda owing: None,
+        on_idle: Callable[[int, dict[int, list[int]]], None] = lambda step, owing: None,
     ) -> None:
         super().__init__(wiring, wiring.wire, wiring.wire_weights)
-        self._machine = ServerMachine(self.plan, clients, wiring.credit_bytes)
+        self._machine = ServerMachine(self.plan, clients, wiring.credit_bytes, survive=wiring.survive)
         self._clients = clients
         self._hand_over = hand_over
         self._on_idle = on_idle
+        self._was_idle = False  # whether it has been called with something
         self._arrived: list[dict[int, Buffer]] = [{} for _ in self.plan.pieces]  # messages, by piece and client
         self._means: dict[int, Buffer] = {}  # of units that are partly reduced
         self._weights: dict[int, Buffer] = {}  # images, by unit
@@ -358,6 +381,16 @@ class ServerEngine(_Engine):
         self._steps: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._begun = self._waited = 0  # steps put into that queue, and taken from it
         self._ended = False  # whether the end of the phase has been taken from it
+        # Where clients may be lost: those that have been, and of the step that is being summed the gradients that
+        # already are, by piece and client, and the units handed over.
+        self._lost: set[int] = set()
+        self._kept: list[dict[int, Buffer]] = [{} for _ in self.plan.pieces]
+        self._handed: set[int] = set()
+        # The last step that has to be done again, and the last one that is not to be; and by unit the step of the
+        # newest weights, and those of which the next weights are of the updates that do not count.
+        self.redo_step = self.cancelled_step = -1
+        self._updated = [-1] * len(self.plan.units)
+        self._void: set[int] = set()
 
     def start(self) -> None:
         """Post the receives and begin: from now on gradients are handed over."""
@@ -386,6 +419,11 @@ class ServerEngine(_Engine):
         return began
 
     @property
+    def steps_begun(self) -> int:
+        """How many steps have begun in all."""
+        return self._machine.began
+
+    @property
     def step_waits(self) -> bool:
         """Whether a step has begun that nobody has waited for."""
         return self._begun > self._waited
@@ -395,20 +433,25 @@ class ServerEngine(_Engine):
         self.feed((unit, step, image))
 
     def _idle(self) -> None:
-        self._on_idle(self._machine.waiting_for())
+        owing = self._machine.waiting_for()
+        self._was_idle = bool(owing)
+        self._on_idle(self.steps_begun - 1, owing)
 
     def _handle(self, event: Any) -> None:
+        if self._was_idle:
+            self._was_idle = False
+            self._on_idle(self.steps_begun - 1, {})
         if isinstance(event, tuple) and len(event) == 3:
-            unit, step, image = event
-            self._weights[unit] = image
-            for piece in self.plan.units[unit].pieces:
-                self._made.pop(piece.index, None)
-            self._mark("updated", self.plan.units[unit].bucket, step, piece=self.plan.units[unit].pieces[0].index)
-            event = m.Updated(unit, step)
+            event = self._take_weights(*event)
         elif isinstance(event, tuple):
             event = self._take(*event)
-            if event is None:
-                return
+        elif isinstance(event, m.ClientLost):
+            self._lost.add(event.client)
+            for key in [key for key in self._gathering if key[1] == event.client]:
+                for message in self._gathering.pop(key)[1]:
+                    self._channel.release(message)
+        if event is None:
+            return
         todo = deque(self._machine.handle(event))
         while todo:
             command = todo.popleft()
@@ -416,7 +459,23 @@ class ServerEngine(_Engine):
             if isinstance(command, m.Reduce):
                 todo.extend(self._machine.handle(m.Reduced(command.piece)))
 
+    def _take_weights(self, unit: int, step: int, image: Buffer) -> m.Updated | None:
+        if unit in self._void:
+            self._void.discard(unit)
+            return None
+        self._weights[unit] = image
+        for piece in self.plan.units[unit].pieces:
+            self._made.pop(piece.index, None)
+        if step == self.redo_step == self._updated[unit]:
+            return None  # the same, without a client that was lost: what is still to be sent is this
+        self._updated[unit] = step
+        self._mark("updated", self.plan.units[unit].bucket, step, piece=self.plan.units[unit].pieces[0].index)
+        return m.Updated(unit, step)
+
     def _take(self, source: int, message: Buffer) -> m.GradientReceived | None:
+        if source in self._lost:
+            self._channel.release(message)
+            return None
         step, number = header.read(message)
         piece = self._known(source, number)
         if self.plan.buckets[piece.bucket].row_bytes:
@@ -434,6 +493,7 @@ class ServerEngine(_Engine):
         if isinstance(command, m.Reduce):
             self._reduce(command.piece, command.step, command.clients)
         elif isinstance(command, m.HandOver):
+            self._handed.add(command.unit)
             self._hand_over(command.unit, self._means.pop(command.unit))
         elif isinstance(command, m.SendWeights):
             self._send(command.client, command.piece, command.step)
@@ -447,18 +507,67 @@ class ServerEngine(_Engine):
         elif isinstance(command, m.StepBegan):
             self._begun += 1
             self._steps.put(True)
+        elif isinstance(command, m.Discard):
+            self._release(command.piece, [self._arrived[command.piece.index].pop(command.client)])
+        elif isinstance(command, m.MustRedo):
+            self.redo_step = command.step
+            self._void = {unit for unit, step in enumerate(self._updated) if step < command.step}
+        elif isinstance(command, m.Redo):
+            self._redo(command.step, command.clients)
+        elif isinstance(command, m.StepReduced):
+            self._forget_step()
         elif isinstance(command, m.PhaseEnded):
             self._steps.put(False)
         elif isinstance(command, m.Fail):
             raise DisagreementError(command.message)
 
+    def _redo(self, step: int, clients: tuple[int, ...]) -> None:
+        """Hand over all of a step once more, with the gradients of these clients; of none, what lets it end."""
+        if clients:
+            for piece in self.plan.pieces:
+                self._sum(piece, {client: self._kept[piece.index][client] for client in clients})
+            for unit in self.plan.units:
+                self._hand_over(unit.index, self._means.pop(unit.index))
+            return
+        self.cancelled_step = step
+        self._updated = [min(updated, step - 1) for updated in self._updated]
+        self._means.clear()
+        for unit in self.plan.units:
+            if unit.index not in self._handed:
+                nothing = rows.none() if unit.row_bytes else aligned(unit.nbytes)
+                if not unit.row_bytes:
+                    nothing[:] = 0
+                self._hand_over(unit.index, nothing)
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._handed.clear()
+        for piece, kept in zip(self.plan.pieces, self._kept, strict=True):
+            self._release(piece, kept.values())
+            kept.clear()
+
+    def _release(self, piece: Piece, messages: Iterable[Buffer]) -> None:
+        if not self.plan.buckets[piece.bucket].row_bytes:  # those have been already
+            for message in messages:
+                self._channel.release(message)
+
     def _reduce(self, piece: Piece, step: int, clients: tuple[int, ...]) -> None:
-        number, bucket = self.plan.unit_of[piece.index], self.plan.buckets[piece.bucket]
         arrived = self._arrived[piece.index]
+        self._sum(piece, {client: arrived[client] for client in clients})
+        if self._wiring.survive:
+            self._kept[piece.index].update(arrived)
+        else:
+            self._release(piece, arrived.values())
+        arrived.clear()
+        self._mark("reduced", piece.bucket, step, piece=piece.index)
+
+    def _sum(self, piece: Piece, arrived: dict[int, Buffer]) -> None:
+        """Put the mean of clients' gradients of a piece, in their order, into the unit's."""
+        number, bucket = self.plan.unit_of[piece.index], self.plan.buckets[piece.bucket]
         by_samples = self._wiring.average == "samples"
-        weights = [header.samples(arrived[client]) for client in clients] if by_samples else None
+        weights = [header.samples(message) for message in arrived.values()] if by_samples else None
         if bucket.row_bytes:
-            gradients = [arrived[client][HEADER_BYTES:] for client in clients]
+            gradients = [message[HEADER_BYTES:] for message in arrived.values()]
             summed = self._wiring.sum_rows
             self._means[number] = rows.mean(gradients, bucket.dtype, bucket.row_bytes, weights, summed=summed)
         else:
@@ -466,12 +575,8 @@ class ServerEngine(_Engine):
                 self._means[number] = aligned(self.plan.units[number].nbytes)
             start = piece.offset - self.plan.units[number].pieces[0].offset
             out = self._means[number][start : start + piece.nbytes]
-            parts = [self._elements(arrived[client], piece) for client in clients]
+            parts = [self._elements(message, piece) for message in arrived.values()]
             reduce.mean(parts, bucket.dtype, self._form(piece, self._incoming), out, weights)
-            for message in arrived.values():
-                self._channel.release(message)
-        arrived.clear()
-        self._mark("reduced", piece.bucket, step, piece=piece.index)
 
     def _send(self, client: int, piece: Piece, step: int) -> None:
         def done(client: int, piece: Piece, step: int) -> None:

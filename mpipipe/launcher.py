@@ -63,14 +63,15 @@ def prepare_tensorflow(
         allowed: the number of cores that this process may run on; by default what the system says.
         available: the number of cores of the host; by default what the system says.
     """
-    size = next((environ[name] for name in _LOCAL_SIZES if environ.get(name, "").isdigit()), "")
-    if rank_and_size(environ) is None or not size or {_INTRA, _INTER, "OMP_NUM_THREADS"} & set(environ):
+    sizes = [_number(environ.get(name, "")) for name in _LOCAL_SIZES]
+    size = next((size for size in sizes if size is not None), None)
+    if rank_and_size(environ) is None or size is None or {_INTRA, _INTER, "OMP_NUM_THREADS"} & set(environ):
         return []
     available = (os.cpu_count() or 1) if available is None else available
     if allowed is None:
         allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else available
     # Bound to cores of its own by the launcher, or sharing all of them with the other ranks.
-    cores = max(allowed // max(int(size), 1), 1) if allowed >= available else allowed
+    cores = max(allowed // max(size, 1), 1) if allowed >= available else allowed
     made = {_INTRA: str(cores), _INTER: str(max(cores, 2))}
     environ.update(made)
     return [f"{name}={value}" for name, value in made.items()]
@@ -78,10 +79,17 @@ def prepare_tensorflow(
 
 def rank_and_size(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
     """The rank and the number of ranks that a launcher gave this process, or None without one."""
-    for rank, size in _VARIABLES:
-        if environ.get(rank, "").isdigit() and environ.get(size, "").isdigit():
-            return int(environ[rank]), int(environ[size])
+    for names in _VARIABLES:
+        rank, size = (_number(environ.get(name, "")) for name in names)
+        if rank is not None and size is not None:
+            return rank, size
     return None
+
+
+def _number(text: str) -> int | None:
+    """A number as a launcher writes it, or None."""
+    # Of what else Python calls digits it does not read all (such as a superscript), nor more than some thousands.
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 def quieten_tensorflow() -> None:

@@ -59,6 +59,9 @@ _ARRAYS_UNDER_WAY = 4
 # Seconds for which the first metrics of an epoch may be late.
 _PATIENCE = 0.2
 
+# How many layers are named in a message at most.
+_NAMED = 4
+
 # Messages after which a client goes on without an answer.
 NO_ANSWER = ("batch", "running")
 
@@ -98,6 +101,12 @@ class Inbox:
             self._ended.add(source)
             self._changed.notify_all()
 
+    def lose(self, source: int) -> None:
+        """Forget a sender that has died, and what it has said."""
+        with self._changed:
+            self._messages.pop(source, None)
+        self.end(source)
+
     def take(self, source: int, meanwhile: Callable[[], None] = lambda: None) -> Message:
         """Wait for the next message of a sender; one of the kind ``ended`` where none comes any more.
 
@@ -134,6 +143,9 @@ class _Session:
         self.number = number
         self.inbox = Inbox()
         self.plan: Plan | None = None
+        # Whom this rank waits for, if it does, and what for, in words: outside of the steps, and in one.
+        self.awaited: dict[int, str] = {}
+        self.owing: dict[int, str] = {}
         self._context = context
 
     @property
@@ -162,11 +174,19 @@ class _Session:
         """How this rank's engine is connected. Collective."""
         shared = {name: self._agreed[name] for name in ("credit_bytes", "wire", "wire_weights", "overlap")}
         shared |= {name: self._agreed[name] for name in ("average", "sum_rows")}
+        shared["survive"] = self._context.transport.survives
         channel = self._context.transport.open_channel()
         recorder = self._context.recorder
         layers = ["+".join(dict.fromkeys(plan.variables[v].layer for v in b.variables)) for b in plan.buckets]
         recorder.describe(self.number, layers, [bucket.nbytes for bucket in plan.buckets])
         return Wiring(plan, channel, recorder, number=self.number, **shared)
+
+    def layers_of(self, buckets: Iterable[int]) -> str:
+        """The layers in buckets, in words."""
+        assert self.plan is not None
+        variables = [v for bucket in buckets for v in self.plan.buckets[bucket].variables]
+        names = list(dict.fromkeys(self.plan.variables[v].layer for v in variables))
+        return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
     def _say(self, dest: int, kind: str, content: Message) -> None:
         self._context.transport.send_control(dest, {"session": self.number, "kind": kind, **content})
@@ -199,7 +219,9 @@ class ClientSession(_Session):
         return self._answer()
 
     def _answer(self) -> Message:
+        self.awaited = {SERVER: "owes an answer, for which others may be waited for"}
         answer = self.inbox.take(SERVER)
+        self.awaited = {}
         if "error" in answer:
             raise DisagreementError(answer["error"])
         return answer
@@ -219,7 +241,8 @@ class ClientSession(_Session):
         Raises:
             DisagreementError: another rank has built a different model, or has other rules.
         """
-        answer = self.round("agree", variables=planning.to_json(variables), version=__version__, rules=rules, **content)
+        told = {"version": __version__, "settings": self._context.config.shared(), "rules": rules, **content}
+        answer = self.round("agree", variables=planning.to_json(variables), **told)
         self._exact = tuple(exact)
         # The server's names: Keras may have numbered layers differently here, and they decide what shares a bucket.
         self._variables = planning.from_json(answer["variables"])
@@ -244,8 +267,13 @@ class ClientSession(_Session):
         self.plan = self.plan_for(gradients)
         if self.plan.digest != answer["digest"]:
             raise ProtocolError("this rank's plan is not the server's: the ranks run different versions of mpipipe")
-        self.engine = ClientEngine(self._wiring(self.plan), deliver, SERVER)
+        self.engine = ClientEngine(self._wiring(self.plan), deliver, self._note_owing, SERVER)
         return bool(answer["skip_first"])
+
+    def _note_owing(self, step: int, buckets: list[int]) -> None:
+        """Nothing has happened for a while, and this rank waits for new weights. On the engine's thread."""
+        what = f"owes the new weights of {self.layers_of(buckets)} of step {step}"
+        self.owing = {SERVER: what} if buckets else {}
 
     def receive_arrays(self, like: Sequence[Like]) -> Iterator[NDArray[Any]]:
         """What the server sends by :meth:`ServerSession.send_arrays`, in order; it has to be taken to the end.
@@ -309,7 +337,6 @@ class ServerSession(_Session):
 
     def __init__(self, context: Context, number: int) -> None:
         super().__init__(context, number)
-        self.clients = list(context.clients)
         # Each client's latest metrics of this phase: (logs, samples).
         self.latest: dict[int, tuple[Message, int]] = {}
         self.stopped = False  # whether a client has stopped in the middle of a phase
@@ -318,6 +345,17 @@ class ServerSession(_Session):
         # What clients did before there was an engine to tell.
         self._before_engine: list[m.ServerEvent] = []
         self._lock = threading.Lock()
+
+    @property
+    def clients(self) -> list[int]:
+        """The ranks that train: all that have not been lost."""
+        return [client for client in self._context.clients if client not in self._context.lost]
+
+    def client_lost(self, client: int) -> None:
+        """A client's process has died, or is given up."""
+        self._feed(m.ClientLost(client))
+        self.latest.pop(client, None)
+        self.inbox.lose(client)
 
     def client_departs(self, client: int, steps: int | None) -> None:
         """A client's script has ended, after so many steps of this session; None if it never came to it."""
@@ -344,21 +382,26 @@ class ServerSession(_Session):
         self.inbox.put(source, message)
 
     def collect(self, kind: str) -> dict[int, Message]:
-        """Wait until every client has come to a round; what each of them said.
+        """Wait until every client has come to a round; what each of them said, but for those that are lost.
 
         Raises:
             DisagreementError: a client is at another round.
         """
-        said = {}
+        said: dict[int, Message] = {}
         for client in self.clients:
+            self.awaited = {client: f"is awaited {PLACES[kind]}"}
             message = self.inbox.take(client, lambda: self._fail_if_elsewhere([client], PLACES[kind]))  # noqa: B023
+            self.awaited = {}
+            if client in self._context.lost:
+                said.pop(client, None)
+                continue
             if message["kind"] != kind:
                 self.fail(
                     f"rank {client} is {PLACES[message['kind']]} while the server (rank 0) is {PLACES[kind]}: "
                     "every rank must make the same calls in the same order"
                 )
             said[client] = message
-        return said
+        return {client: message for client, message in said.items() if client not in self._context.lost}
 
     def answer(self, kind: str, **content: Any) -> None:
         """Answer a round to all clients."""
@@ -409,6 +452,9 @@ class ServerSession(_Session):
         self._fail_on(
             {c: f"mpipipe {s['version']}" for c, s in said.items()}, f"mpipipe {__version__}", "the ranks run {} and {}"
         )
+        for name, value in self._context.config.shared().items():
+            theirs_are = {client: _setting(message["settings"].get(name)) for client, message in said.items()}
+            self._fail_on(theirs_are, _setting(value), f"the ranks have different settings: {name} is {{}} and {{}}")
         for name, value in rules.items():
             theirs_are = {client: repr(message["rules"].get(name)) for client, message in said.items()}
             self._fail_on(theirs_are, repr(value), f"the ranks' optimizers have different {name}: {{}} and {{}}")
@@ -471,7 +517,7 @@ class ServerSession(_Session):
         skip_first = any(message["unsynchronised"] for message in said.values())
         self.plan = self.plan_for(first)
         self.answer("open", digest=self.plan.digest, skip_first=skip_first)
-        engine = ServerEngine(self._wiring(self.plan), self.clients, hand_over, self._fail_if_owing_elsewhere)
+        engine = ServerEngine(self._wiring(self.plan), self.clients, hand_over, self._note_owing)
         with self._lock:
             self.engine = engine  # the caller starts it, when there is something to hand over to
             for event in self._before_engine:
@@ -483,7 +529,10 @@ class ServerSession(_Session):
         assert self.engine is not None
         while (began := self.engine.wait_step(timeout=1.0)) is None:
             left = self.inbox.waiting()
-            self._fail_if_elsewhere([c for c in self.clients if left.get(c) != "phase"], "waiting for another step")
+            training = [c for c in self.clients if left.get(c) != "phase"]
+            self.awaited = dict.fromkeys(training, f"has not begun step {self.engine.steps_begun}")
+            self._fail_if_elsewhere(training, "waiting for another step")
+        self.awaited = {}
         return began
 
     def _fail_if_elsewhere(self, awaited: Sequence[int], doing: str) -> None:
@@ -499,8 +548,13 @@ class ServerSession(_Session):
             )
         self._suspect = found
 
+    def _note_owing(self, step: int, owing: dict[int, list[int]]) -> None:
+        """Nothing has happened for a while, and these clients owe gradients. On the engine's thread."""
+        self.owing = {c: f"owes {self.layers_of(buckets)} of step {step}" for c, buckets in owing.items()}
+        self._fail_if_owing_elsewhere(owing)
+
     def _fail_if_owing_elsewhere(self, owing: dict[int, list[int]]) -> None:
-        """Fail if a client that owes gradients of a step waits in another optimizer's round. On the engine's thread."""
+        """Fail if a client that owes gradients of a step waits in another optimizer's round."""
         waiting = self._context.waiting()
         for client in owing:
             if client in waiting and waiting[client][0] != self.number:
@@ -579,14 +633,26 @@ class ServerSession(_Session):
         Args:
             like: arrays of the shapes and dtypes of those that come.
         """
-        arrived = threading.Semaphore(0)
-        parts = {c: [np.empty(array.nbytes, dtype=np.uint8) for array in like] for c in self.clients}
+        parts = self.take_arrays(dict.fromkeys(self.clients, like))
+        return [self._mean([part[i] for part in parts.values()], array) for i, array in enumerate(like)]
+
+    def take_arrays(self, like: Mapping[int, Sequence[Like]]) -> dict[int, list[Buffer]]:
+        """The bytes of arrays that clients send, of all but those that are lost meanwhile.
+
+        Args:
+            like: for each client, arrays of the shapes and dtypes of those that come.
+        """
+        arrived = {client: threading.Semaphore(0) for client in like}
+        parts = {c: [np.empty(_nbytes(one), dtype=np.uint8) for one in of_client] for c, of_client in like.items()}
         for client, buffers in parts.items():
             for tag, buffer in enumerate(buffers):
-                self._arrays.irecv(client, tag, buffer, arrived.release)
-        for _ in range(len(self.clients) * len(like)):
-            _wait(arrived)
-        return [self._mean([parts[c][i] for c in self.clients], array) for i, array in enumerate(like)]
+                self._arrays.irecv(client, tag, buffer, arrived[client].release)
+        for client, semaphore in arrived.items():
+            for _ in like[client]:
+                while not semaphore.acquire(timeout=1.0) and client not in self._context.lost:
+                    self.awaited = {client: "owes the model's state"}
+        self.awaited = {}
+        return {client: buffers for client, buffers in parts.items() if client not in self._context.lost}
 
     @staticmethod
     def _mean(parts: list[Buffer], like: NDArray[Any]) -> NDArray[Any]:
@@ -610,6 +676,10 @@ class ServerSession(_Session):
         for client, their in theirs.items():
             if their != ours:
                 self.fail(text.format(f"{ours} (rank 0)", f"{their} (rank {client})"))
+
+
+def _setting(value: Any) -> str:
+    return "auto" if value is None else repr(value)
 
 
 def _shapes(arrays: Arrays) -> list[list[Any]]:

@@ -61,6 +61,15 @@ class ClientMachine:
         """Whether every bucket has received its weights of the same step, and nothing is under way."""
         return len(set(self._step)) <= 1 and not any(self._missing) and self._window.idle
 
+    def awaited(self) -> tuple[int, list[int]]:
+        """The step that waits for new weights, and the buckets whose weights are still to come; none while it computes.
+
+        That is as long as some bucket's gradient is still to be handed in.
+        """
+        step = min(self._step, default=0)
+        of_step = [bucket for bucket, its in enumerate(self._step) if its == step]
+        return step, of_step if all(self._missing[bucket] for bucket in of_step) else []
+
     def handle(self, event: ClientEvent) -> list[ClientCommand]:
         """Take one event; returns what to do, in order.
 

@@ -65,6 +65,13 @@ class ClientDeparted:
 
 
 @dataclass(frozen=True, slots=True)
+class ClientLost:
+    """A client's process has died, or is given up: nothing more comes from it and nothing reaches it."""
+
+    client: int
+
+
+@dataclass(frozen=True, slots=True)
 class PhaseOpened:
     """The clients that had left may take part again, from the step on that the others have come to."""
 
@@ -126,6 +133,39 @@ class Resume:
     """Take messages of a paused client again."""
 
     client: int
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Forget a piece of a lost client's gradient: it is not counted."""
+
+    client: int
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class MustRedo:
+    """A client that was lost in the middle of this step is in some of its updates: it will be done again."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Redo:
+    """Do all of a step's updates again, from what was before it, with the gradients of these clients alone.
+
+    Where there are none, the step is not to be: what was before it stays.
+    """
+
+    step: int
+    clients: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReduced:
+    """Every piece of a step has been summed: its gradients are not needed any more."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +242,12 @@ class DeliverWeights:
     step: int
 
 
-ServerEvent: TypeAlias = GradientReceived | Reduced | Updated | WeightsSent | ClientLeft | ClientDeparted | PhaseOpened
-ServerCommand: TypeAlias = StepBegan | Reduce | HandOver | SendWeights | AskFor | Pause | Resume | PhaseEnded | Fail
+ServerEvent: TypeAlias = (
+    GradientReceived | Reduced | Updated | WeightsSent | ClientLeft | ClientDeparted | ClientLost | PhaseOpened
+)
+ServerCommand: TypeAlias = (
+    StepBegan | Reduce | HandOver | SendWeights | AskFor | Pause | Resume | Discard | MustRedo | Redo | StepReduced
+    | PhaseEnded | Fail
+)  # fmt: skip
 ClientEvent: TypeAlias = GradientReady | GradientSent | WeightsReceived | AskedFor | CaughtUp
 ClientCommand: TypeAlias = SendGradient | DeliverWeights

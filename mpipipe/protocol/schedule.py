@@ -146,10 +146,21 @@ class Pacer:
             commands += [ask for other in self._ahead for ask in self._ask(other, bucket)]
         return commands
 
+    def remove(self, client: int) -> list[Pause | Resume]:
+        """A client is not there any more: returns what to do about the others."""
+        for of_client in (self._ahead, self._sent, self._asked, self._partial, self._last):
+            del of_client[client]
+        self._paused.discard(client)
+        # Nobody waits for what only that client has sent.
+        for bucket in range(len(self._most)):
+            self._most[bucket] = max((sent[bucket] for sent in self._sent.values()), default=0)
+        return self._pause()
+
     def reduced(self, piece: Piece, clients: Iterable[int]) -> list[Pause | Resume]:
         """The clients' gradients of a piece have been summed: returns what to do."""
         for client in clients:
-            self._ahead[client] -= piece.nbytes
+            if client in self._ahead:
+                self._ahead[client] -= piece.nbytes
         bucket = piece.bucket
         self._summed[bucket] += 1
         if self._summed[bucket] == len(self._plan.buckets[bucket].pieces):

@@ -47,7 +47,7 @@ def read(path: Path) -> Run:
         TimelineError: there is no such file, or no timeline in it; says why.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
     except OSError as error:
         raise TimelineError(error.strerror or str(error)) from None
     except (ValueError, RecursionError) as error:
@@ -55,9 +55,13 @@ def read(path: Path) -> Run:
     if not isinstance(content, dict) or not isinstance(content.get("mpipipe"), dict):
         raise TimelineError("it was not written by mpipipe: it has no object `mpipipe`")
     data = content["mpipipe"]
-    if data.get("format") != _FORMAT:
-        raise TimelineError(f"its format is {data.get('format')!r}, and this version of mpipipe reads {_FORMAT}")
+    if type(data.get("format")) is not int or data["format"] != _FORMAT:  # to Python True is 1 too
+        raise TimelineError(f"its format is {_short(data.get('format'))}, and this version of mpipipe reads {_FORMAT}")
     return _run(data)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")  # NaN and the infinities, which Python would read
 
 
 def _merge(ranks: Mapping[int, tuple[Mapping[str, Any], float]]) -> dict[str, Any]:
@@ -98,7 +102,8 @@ def _run(data: Mapping[str, Any]) -> Run:
 
 
 def _number(name: str, what: str) -> int:
-    if not (name.isascii() and name.isdigit() and len(name) < 10):
+    # As it is written, for of the marks of ranks 1 and 01 half would be lost.
+    if not (name.isascii() and name.isdigit() and len(name) < 10 and name == str(int(name))):
         raise TimelineError(f"{what} {_short(name)} is not a number")
     return int(name)
 
@@ -121,7 +126,7 @@ def _session(number: str, session: Any) -> tuple[Sequence[str], Sequence[int]]:
 def _mark(row: Any, kinds: Sequence[Any], rank: int) -> Mark:
     if isinstance(row, list) and 4 <= len(row) <= 7 and all(map(_is_integer, row)):
         time, kind, bucket, step, peer, piece, session = row + [-1, -1, 0][len(row) - 4 :]
-        if 0 <= kind < len(kinds) and session >= 0 and min(bucket, step, peer, piece) >= -1:
+        if 0 <= kind < len(kinds) and min(time, session) >= 0 and min(bucket, step, peer, piece) >= -1:
             if (bucket == -1) == (kinds[kind] in ("step", "loss")):
                 return Mark(time / 1e6, kinds[kind], bucket, step, peer, piece, session)
     raise TimelineError(f"rank {rank} has {_short(row)}, which is no mark")

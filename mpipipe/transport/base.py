@@ -24,6 +24,7 @@ Buffer = NDArray[np.uint8]
 Done = Callable[[], None]
 OnMessage = Callable[[Buffer], None]
 OnControl = Callable[[int, dict[str, Any]], None]
+OnLost = Callable[[int], None]
 
 
 # TensorFlow takes an array over as it is where it starts at a multiple of so many bytes, and copies it elsewhere.
@@ -148,6 +149,8 @@ class Transport(ABC):
 
     rank: int
     size: int
+    # Whether this rank goes on when another one's process has died, and hears of it.
+    survives: bool = False
 
     @abstractmethod
     def open_channel(self) -> Channel:
@@ -160,6 +163,18 @@ class Transport(ABC):
     @abstractmethod
     def on_control(self, handler: OnControl) -> None:
         """Have ``handler(source, message)`` called for every control message, those already here first."""
+
+    @abstractmethod
+    def on_lost(self, handler: OnLost) -> None:
+        """Have ``handler(rank)`` called, once, for every rank whose process has died, where this one survives that.
+
+        What such a rank had sent and what has not been received by then does not come any more. What is sent to it is
+        ``done`` at once.
+        """
+
+    @abstractmethod
+    def forget(self, rank: int) -> None:
+        """Treat a rank that does not answer as one that has died, without a call of the handler."""
 
     @abstractmethod
     def abort(self, code: int) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mpipipe.transport.base import Buffer, Channel, Done, OnControl, Transport
+from mpipipe.transport.base import Buffer, Channel, Done, OnControl, OnLost, Transport
 
 
 @dataclass(slots=True)
@@ -36,6 +36,7 @@ class Network:
         delay: seconds that the network rests between deliveries.
         drop: called with (source, destination, tag) for each message; True loses it.
         hold: called in the same way; as long as it is True the message stays on its way (see :meth:`look_again`).
+        survives: whether the other ranks hear of one that is killed.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class Network:
         delay: float = 0.0,
         drop: Callable[[int, int, int], bool] | None = None,
         hold: Callable[[int, int, int], bool] | None = None,
+        survives: bool = False,
     ) -> None:
         self.size = size
+        self.survives = survives
         self._random = None if seed is None else random.Random(seed)
         self._delay = delay
         self._drop = drop
@@ -59,6 +62,8 @@ class Network:
         self._listening: dict[tuple[int, ...], deque[_Posted]] = defaultdict(deque)
         self._control: dict[tuple[int, int], deque[dict[str, Any]]] = defaultdict(deque)
         self._handlers: dict[int, OnControl] = {}
+        self._lost_handlers: dict[int, OnLost] = {}
+        self._news: deque[tuple[int, int]] = deque()  # (rank, one that has died) of whom it is yet to hear
         self._channels = [0] * size
         self._dead: set[int] = set()
         self._closed = False
@@ -69,7 +74,10 @@ class Network:
     def kill(self, rank: int) -> None:
         """From now on nothing comes from a rank and nothing reaches it."""
         with self._lock:
+            if self.survives and rank not in self._dead:
+                self._news.extend((other, rank) for other in range(self.size) if other not in self._dead | {rank})
             self._dead.add(rank)
+            self._lock.notify_all()
 
     def close(self) -> None:
         """Stop delivering."""
@@ -108,6 +116,12 @@ class Network:
             self._handlers[rank] = handler
             self._lock.notify_all()
 
+    def set_lost_handler(self, rank: int, handler: OnLost) -> None:
+        """Have a rank told of others that have died."""
+        with self._lock:
+            self._lost_handlers[rank] = handler
+            self._lock.notify_all()
+
     def next_channel(self, rank: int) -> int:
         """The number of a rank's next channel: ranks open theirs in the same order."""
         with self._lock:
@@ -141,6 +155,8 @@ class Network:
         for (source, dest), messages in self._control.items():
             if messages and dest in self._handlers and not self._dead & {source, dest}:
                 possible.append(partial(self._deliver_control, source, dest))
+        if self._news and self._news[0][0] in self._lost_handlers:
+            possible.append(self._tell_news)
         return possible
 
     def _lost(self, key: Any) -> bool:
@@ -158,6 +174,10 @@ class Network:
         received.buffer[: sent.buffer.size] = sent.buffer
         return [sent.done, received.done]
 
+    def _tell_news(self) -> list[Done]:
+        rank, dead = self._news.popleft()
+        return [partial(self._lost_handlers[rank], dead)] if rank not in self._dead else []
+
     def _deliver_control(self, source: int, dest: int) -> list[Done]:
         message = self._control[source, dest].popleft()
         handler = self._handlers[dest]
@@ -168,7 +188,7 @@ class InprocTransport(Transport):
     """One rank of a :class:`Network`."""
 
     def __init__(self, network: Network, rank: int) -> None:
-        self.rank, self.size = rank, network.size
+        self.rank, self.size, self.survives = rank, network.size, network.survives
         self._network = network
 
     def open_channel(self) -> InprocChannel:
@@ -182,6 +202,16 @@ class InprocTransport(Transport):
     def on_control(self, handler: OnControl) -> None:
         """See :meth:`Transport.on_control`."""
         self._network.set_handler(self.rank, handler)
+
+    def on_lost(self, handler: OnLost) -> None:
+        """See :meth:`Transport.on_lost`."""
+        self._network.set_lost_handler(self.rank, handler)
+
+    def forget(self, rank: int) -> None:
+        """See :meth:`Transport.forget`: the rank is dead to all, who are not told."""
+        with self._network._lock:
+            self._network._dead.add(rank)
+            self._network._lock.notify_all()
 
     def abort(self, code: int) -> None:
         """See :meth:`Transport.abort`: the network stops."""

@@ -10,17 +10,20 @@ message is done as soon as MPI has a copy, so that everything would be under way
 from __future__ import annotations
 
 import json
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpipipe.transport.base import Buffer, Channel, Done, OnControl, Transport, hold
+from mpipipe.errors import EnvironmentProblem
+from mpipipe.transport.base import Buffer, Channel, Done, OnControl, OnLost, Transport, hold
 
 # Seconds between polls: the shortest, after something happened; the longest while messages come and go, and when
 # there has been none for a while.
@@ -32,19 +35,49 @@ _CONTROL_TAG = 1
 _Call = Callable[[], None]
 
 
+@dataclass(slots=True)
+class _Pending:
+    """What belongs to a request under way.
+
+    ``done`` is called when it is; ``failed`` where the other rank has died instead. A receive may never be done.
+    """
+
+    done: Done
+    failed: Done
+    peer: int
+    is_receive: bool
+
+
+def _nothing() -> None:
+    """What is to be done about a receive that will never be filled."""
+
+
+def _survives() -> bool:
+    """Whether the MPI goes on when a process dies: Open MPI's ULFM, as ``mpirun --with-ft ulfm`` sets it up."""
+    return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1" and "Open MPI" in MPI.Get_library_version()
+
+
 class MPITransport(Transport):
-    """Messages over duplicates of one communicator."""
+    """Messages over duplicates of one communicator.
+
+    Where MPI survives a process that dies (MPI's User Level Failure Mitigation, Bland et al., 2013), operations with it
+    end with an error, and so does the look for control messages from any rank, until the failure is acknowledged. All
+    ranks meet at the server only, so the communicators go on as they are: they need not be shrunk.
+    """
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
         """Take over a communicator that nothing else uses. The caller makes no MPI call until :meth:`close`."""
         self.rank, self.size = communicator.Get_rank(), communicator.Get_size()
+        self.survives = _survives()
         self._communicator = communicator
+        self._lost: set[int] = set()
+        self._lost_handler: OnLost | None = None
+        self._forgotten: list[tuple[MPI.Request, _Pending]] = []  # MPI may still read or write their buffers
+        self._statuses: list[MPI.Status] = []
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()  # what other threads want done, in order
-        # Requests under way, and by position in that list: what to call when done, and whether it is a receive, which
-        # may never be.
+        # Requests under way, and by position in that list what belongs to them.
         self._requests: list[MPI.Request] = []
-        self._done: list[Done] = []
-        self._is_receive: list[bool] = []
+        self._pending: list[_Pending] = []
         self._handler: OnControl | None = None
         self._early: list[tuple[int, dict[str, Any]]] = []  # control messages before there was a handler
         self._status = MPI.Status()
@@ -54,6 +87,11 @@ class MPITransport(Transport):
 
     def open_channel(self) -> MPIChannel:
         """See :meth:`Transport.open_channel`."""
+        if self._lost:
+            raise EnvironmentProblem(
+                f"rank(s) {', '.join(map(str, sorted(self._lost)))} are lost: the ranks that are left cannot begin "
+                "with another optimizer"
+            )
         opened = threading.Event()
         duplicates: list[MPI.Intracomm] = []
 
@@ -62,7 +100,7 @@ class MPITransport(Transport):
             # be waiting before it comes to open this one.
             communicator, request = self._communicator.Idup()
             duplicates.append(communicator)
-            self._add(request, opened.set)
+            self._add(request, _Pending(opened.set, _nothing, self.rank, is_receive=False))
 
         self.submit(duplicate)
         opened.wait()
@@ -71,9 +109,8 @@ class MPITransport(Transport):
     def send_control(self, dest: int, message: dict[str, Any]) -> None:
         """See :meth:`Transport.send_control`."""
         buffer = np.frombuffer(json.dumps(message).encode(), dtype=np.uint8)
-        self.submit(
-            lambda: self._add(self._communicator.Isend([buffer, MPI.BYTE], dest, _CONTROL_TAG), partial(hold, buffer))
-        )
+        start = partial(self._communicator.Isend, [buffer, MPI.BYTE], dest, _CONTROL_TAG)
+        self.send(start, dest, partial(hold, buffer))
 
     def on_control(self, handler: OnControl) -> None:
         """See :meth:`Transport.on_control`."""
@@ -85,6 +122,29 @@ class MPITransport(Transport):
             self._early.clear()
 
         self.submit(install)
+
+    def on_lost(self, handler: OnLost) -> None:
+        """See :meth:`Transport.on_lost`."""
+
+        def install() -> None:
+            self._lost_handler = handler
+            for rank in self._lost:
+                handler(rank)
+
+        self.submit(install)
+
+    def forget(self, rank: int) -> None:
+        """See :meth:`Transport.forget`."""
+
+        def take_out() -> None:
+            self._lost.add(rank)
+            for position in reversed(range(len(self._requests))):
+                if self._pending[position].peer == rank:
+                    request, pending = self._requests.pop(position), self._pending.pop(position)
+                    self._forgotten.append((request, pending))
+                    pending.failed()
+
+        self.submit(take_out)
 
     def abort(self, code: int) -> None:
         """See :meth:`Transport.abort`. Safe from any thread, also while the transport's thread is in MPI."""
@@ -103,10 +163,29 @@ class MPITransport(Transport):
         """Have the transport's thread make a call, after those submitted before."""
         self._calls.put(call)
 
-    def _add(self, request: MPI.Request, done: Done, receive: bool = False) -> None:
+    def send(self, start: Callable[[], MPI.Request], dest: int, done: Done) -> None:
+        """Start a send to a rank."""
+
+        def call() -> None:
+            if dest in self._lost:
+                done()
+            else:
+                self._add(start(), _Pending(done, done, dest, is_receive=False))
+
+        self.submit(call)
+
+    def receive(self, start: Callable[[], MPI.Request], source: int, done: Done) -> None:
+        """Start a receive from a rank."""
+
+        def call() -> None:
+            if source not in self._lost:
+                self._add(start(), _Pending(done, _nothing, source, is_receive=True))
+
+        self.submit(call)
+
+    def _add(self, request: MPI.Request, pending: _Pending) -> None:
         self._requests.append(request)
-        self._done.append(done)
-        self._is_receive.append(receive)
+        self._pending.append(pending)
 
     def _run(self) -> None:
         nap, last, probed = _NAP, time.monotonic(), 0.0
@@ -115,7 +194,7 @@ class MPITransport(Transport):
             if (now := time.monotonic()) - probed >= _PROBE_EVERY or self._closing:
                 probed = now
                 busy |= self._take_control()
-            if not busy and self._closing and self._calls.empty() and all(self._is_receive):
+            if not busy and self._closing and self._calls.empty() and all(p.is_receive for p in self._pending):
                 break
             try:
                 # Waits on a lock, not on a socket: a call of another thread ends the nap at once.
@@ -138,20 +217,53 @@ class MPITransport(Transport):
     def _complete(self) -> bool:
         if not self._requests:
             return False
-        finished = MPI.Request.Testsome(self._requests)
+        finished, failed = self._test_surviving() if self.survives else (MPI.Request.Testsome(self._requests), ())
         if not finished:
             return False
         # In the order in which they were started. Taken out of the lists first: what is called may add to them.
         finished.sort()
-        done = [self._done[position] for position in finished]
+        ended = [(self._pending[position], position in failed) for position in finished]
         for position in reversed(finished):
-            del self._requests[position], self._done[position], self._is_receive[position]
-        for call in done:
-            call()
+            del self._requests[position], self._pending[position]
+        for pending, has_failed in ended:
+            (pending.failed if has_failed else pending.done)()
+        if failed:
+            self._note_lost()
         return True
 
+    def _test_surviving(self) -> tuple[list[int] | None, list[int]]:
+        """The positions of requests that have ended, and of those among them that have failed with their rank."""
+        while len(self._statuses) < len(self._requests):
+            self._statuses.append(MPI.Status())
+        try:
+            return MPI.Request.Testsome(self._requests, self._statuses[: len(self._requests)]), []
+        except MPI.Exception as error:
+            # The statuses are those of the requests that have ended, in the order of their positions.
+            ended = [position for position, request in enumerate(self._requests) if request == MPI.REQUEST_NULL]
+            failed = [p for p, status in zip(ended, self._statuses, strict=False) if status.Get_error() != MPI.SUCCESS]
+            kinds = {self._statuses[ended.index(position)].Get_error() for position in failed}
+            if error.Get_error_class() != MPI.ERR_IN_STATUS or not kinds <= {MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED}:
+                raise
+            return ended, failed
+
+    def _note_lost(self) -> None:
+        """Say which ranks have died since the last time."""
+        failed = self._communicator.Get_failed()
+        ranks = MPI.Group.Translate_ranks(failed, None, self._communicator.Get_group())
+        self._communicator.Ack_failed()
+        for rank in sorted(set(ranks) - self._lost):
+            self._lost.add(rank)
+            if self._lost_handler is not None:
+                self._lost_handler(rank)
+
     def _take_control(self) -> bool:
-        message = self._communicator.Improbe(MPI.ANY_SOURCE, _CONTROL_TAG, self._status)
+        try:
+            message = self._communicator.Improbe(MPI.ANY_SOURCE, _CONTROL_TAG, self._status)
+        except MPI.Exception as error:
+            if not self.survives or error.Get_error_class() != MPI.ERR_PROC_FAILED:
+                raise
+            self._note_lost()
+            return True
         if message is None:
             return False
         buffer = bytearray(self._status.Get_count(MPI.BYTE))
@@ -175,15 +287,11 @@ class MPIChannel(Channel):
 
     def isend(self, dest: int, tag: int, buffer: Buffer, done: Done) -> None:
         """See :meth:`Channel.isend`."""
-        self._transport.submit(
-            lambda: self._transport._add(self._communicator.Issend([buffer, MPI.BYTE], dest, tag), done)
-        )
+        self._transport.send(partial(self._communicator.Issend, [buffer, MPI.BYTE], dest, tag), dest, done)
 
     def irecv(self, source: int, tag: int, buffer: Buffer, done: Done) -> None:
         """See :meth:`Channel.irecv`."""
-        self._transport.submit(
-            lambda: self._transport._add(self._communicator.Irecv([buffer, MPI.BYTE], source, tag), done, receive=True)
-        )
+        self._transport.receive(partial(self._communicator.Irecv, [buffer, MPI.BYTE], source, tag), source, done)
 
     def _post(self, source: int, buffer: Buffer, done: Done) -> None:
         """See :meth:`Channel._post`."""

@@ -977,11 +977,17 @@ def test_a_server_takes_nothing_more_of_a_client_that_is_far_ahead_until_the_oth
 
 
 def test_a_server_to_which_nothing_comes_says_every_second_who_owes_what():
-    owing: queue.Queue[dict[int, list[int]]] = queue.Queue()
+    owing: queue.Queue[tuple[int, dict[int, list[int]]]] = queue.Queue()
     with Wire(plan_of([4, 4]), size=3) as wire:
-        wire.server(on_idle=owing.put)
+        wire.server(on_idle=lambda step, owed: owing.put((step, owed)))
         wire.send(1, 0, 1, 0)
-        assert owing.get(timeout=SECONDS) == {1: [0], 2: [0, 1]}
+        assert owing.get(timeout=SECONDS) == (0, {1: [0], 2: [0, 1]})
+        wire.send(2, 0, 1, 0)
+        found = owing.get(timeout=SECONDS)
+        while found == (0, {1: [0], 2: [0, 1]}):  # it has been said more than once
+            found = owing.get(timeout=SECONDS)
+        assert found == (0, {}), "something happens: nobody is said to owe anything until it is quiet again"
+        assert owing.get(timeout=SECONDS) == (0, {1: [0], 2: [0]})
 
 
 def test_the_server_learns_of_steps_and_of_the_end_of_the_phase_in_order():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 import time
@@ -195,8 +196,6 @@ def test_how_gradients_are_averaged_and_whether_rows_are_summed_reaches_every_ra
 @pytest.mark.parametrize("divisible", [False, True])
 def test_what_the_server_has_decided_is_what_all_ranks_go_by(world, divisible):
     made = world(3, piece_bytes=2048, wire="bf16", wire_weights="fp16", overlap=False, max_buckets=7, sparse=False)
-    for context in made.contexts[1:]:  # as if only the server had the environment variables
-        context.config = Config()
     made.run(lambda rank, session: agree(rank, session, dense("a", 3, 4), divisible))
     agreed = {
         **SIZES, "piece_bytes": 2048, "max_buckets": 7, "divisible": divisible,
@@ -207,6 +206,23 @@ def test_what_the_server_has_decided_is_what_all_ranks_go_by(world, divisible):
         assert {name: session._agreed[name] for name in agreed} == agreed
         assert not session.overlaps and not session.sparse and session.sums_rows
         assert session.plan_for(["whole"] * 2).divisible == divisible
+
+
+@pytest.mark.parametrize("name,value", [("piece_bytes", 4096), ("wire", "bf16"), ("on_nonfinite", "skip")])
+def test_a_setting_that_is_not_the_same_on_all_ranks_is_an_error_that_names_it(world, name, value):
+    made = world(3)
+    ours = getattr(made.contexts[0].config, name)
+    changed = dataclasses.replace(made.contexts[2].config, **{name: value})  # as if one rank had the variable
+    made.contexts[2].config = changed
+    outcomes = made.run(lambda rank, session: agree(rank, session, dense("a", 3, 4)))
+    said = f"the ranks have different settings: {name} is {ours!r} (rank 0) and {value!r} (rank 2)"
+    assert [str(outcome) for outcome in outcomes.values()] == [said] * 3
+
+
+def test_settings_that_concern_one_rank_only_may_differ(world):
+    made = world(3)
+    made.contexts[1].config = dataclasses.replace(made.contexts[1].config, stall_abort=0.0, quiet=False)
+    assert made.run(lambda rank, session: agree(rank, session, dense("a", 3, 4))) == dict.fromkeys(range(3))
 
 
 @pytest.mark.parametrize("given", [set(SIZES), {"piece_bytes"}])
@@ -369,7 +385,6 @@ MODEL = dense("a", 3, 4) + dense("b", 4, 300)
 
 def test_ranks_that_open_have_the_same_plan_made_with_the_servers_sizes(world):
     made = world(3, piece_bytes=1024)
-    made.contexts[2].config = Config(piece_bytes=4096)  # as if only one rank had the environment variable
 
     def act(rank: int, session: Any) -> Any:
         # Keras may have numbered the layers of this rank differently.
