@@ -18,6 +18,7 @@ import stat
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -128,7 +129,7 @@ def read(path: Path) -> Checkpoint:
         for name, (dtype, shape) in specs.items():
             flat = np.empty(math.prod(shape), dtype)
             # A reader that gets less than it asked for has met the end of a file that was whole a moment ago.
-            if file.readinto(plain.encode(flat).data) != flat.nbytes:  # type: ignore[attr-defined]
+            if file.readinto(plain.encode(flat).data) != flat.nbytes:
                 raise _unusable(path, "it was changed while it was read")
             try:
                 # Only here is an empty array's shape made, so that its other dimensions take no memory.
@@ -167,8 +168,7 @@ def _text(manifest: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes
     for name, array in arrays.items():
         if not isinstance(name, str):
             raise TypeError(f"The name of an array in a checkpoint is a string, not {name!r}.")
-        known = array.dtype.name in _DTYPES and plain.dtype_of(array.dtype.name) == _native(array.dtype)
-        if not known:
+        if array.dtype.name not in _DTYPES or plain.dtype_of(array.dtype.name) != _native(array.dtype):
             raise TypeError(f"A checkpoint cannot hold array {name!r}, which is of {array.dtype}.")
     specs = [{"name": name, "dtype": a.dtype.name, "shape": list(a.shape)} for name, a in arrays.items()]
     return json.dumps({"byteorder": sys.byteorder, "manifest": manifest, "arrays": specs}).encode("ascii")
@@ -262,7 +262,10 @@ def _unusable(path: Path, reason: str) -> CheckpointError:
 
 def _short(value: object) -> str:
     """A value out of a file as a message shows it."""
-    text = ascii(value)
+    try:
+        text = ascii(value)
+    except RecursionError:
+        return "nested too deeply"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -283,8 +286,8 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """A checkpoint's file, open after its first line, and its size; whatever goes wrong is told as its error."""
+def _opened(path: Path) -> Iterator[tuple[BufferedReader, int]]:
+    """A checkpoint's open file and its size; an error of the system, here or in the block, becomes a checkpoint's."""
     try:
         # Before it is opened, which for a pipe would wait for a writer.
         if not stat.S_ISREG(path.stat().st_mode):
@@ -298,7 +301,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
         raise _unusable(path, str(error)) from error
 
 
-def _read_digest(file: BinaryIO, path: Path) -> str:
+def _read_digest(file: BufferedReader, path: Path) -> str:
     """Read the first line, and return the checksum in it."""
     line = file.read(_HEADER_SIZE)
     match = _ANY_VERSION.match(line)
@@ -312,13 +315,13 @@ def _read_digest(file: BinaryIO, path: Path) -> str:
     return digest
 
 
-def _check_sum(file: BinaryIO, path: Path) -> None:
+def _check_sum(file: BufferedReader, path: Path) -> None:
     """Compare the checksum with what follows the first line."""
     file.seek(0)
     expected = _read_digest(file, path)
     digest = hashlib.sha256()
     block = memoryview(bytearray(_BLOCK))
-    while count := file.readinto(block):  # type: ignore[attr-defined]
+    while count := file.readinto(block):
         digest.update(block[:count])
     if digest.hexdigest() != expected:
         raise _unusable(path, "its checksum is wrong, so it was cut short or altered")
@@ -327,7 +330,7 @@ def _check_sum(file: BinaryIO, path: Path) -> None:
 _Specs = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 
 
-def _read_text(file: BinaryIO, size: int, path: Path) -> tuple[dict[str, Any], _Specs]:
+def _read_text(file: BufferedReader, size: int, path: Path) -> tuple[dict[str, Any], _Specs]:
     """Read all that comes before the arrays, and see that the arrays' bytes are all that is left of the file."""
     file.seek(0)
     _read_digest(file, path)

@@ -355,6 +355,8 @@ class ServerEngine(_Engine):
         wiring: see :class:`Wiring`.
         clients: the ranks that train.
         hand_over: called with each unit's mean gradient, on the engine's thread.
+        on_nonfinite: called with a client, a bucket and a step for each piece of a gradient that is not finite, on the
+            engine's thread; without it nobody looks.
         on_idle: called on the engine's thread when nothing has happened for a second, with the step that is being
             served and the buckets of it that each client owes; and with nothing owed once something happens again.
     """
@@ -365,11 +367,13 @@ class ServerEngine(_Engine):
         clients: list[int],
         hand_over: Deliver,
         on_idle: Callable[[int, dict[int, list[int]]], None] = lambda step, owing: None,
+        on_nonfinite: Callable[[int, int, int], None] | None = None,
     ) -> None:
         super().__init__(wiring, wiring.wire, wiring.wire_weights)
         self._machine = ServerMachine(self.plan, clients, wiring.credit_bytes, survive=wiring.survive)
         self._clients = clients
         self._hand_over = hand_over
+        self._on_nonfinite = on_nonfinite
         self._on_idle = on_idle
         self._was_idle = False  # whether it has been called with something
         self._arrived: list[dict[int, Buffer]] = [{} for _ in self.plan.pieces]  # messages, by piece and client
@@ -554,12 +558,39 @@ class ServerEngine(_Engine):
     def _reduce(self, piece: Piece, step: int, clients: tuple[int, ...]) -> None:
         arrived = self._arrived[piece.index]
         self._sum(piece, {client: arrived[client] for client in clients})
+        self._look_for_nonfinite(piece, step, arrived)
         if self._wiring.survive:
             self._kept[piece.index].update(arrived)
         else:
             self._release(piece, arrived.values())
         arrived.clear()
         self._mark("reduced", piece.bucket, step, piece=piece.index)
+
+    def _look_for_nonfinite(self, piece: Piece, step: int, arrived: dict[int, Buffer]) -> None:
+        if self._on_nonfinite is None:
+            return
+        if self._is_finite(piece, self._mean_of(piece), "plain"):  # as no mean is that has anything else in it
+            return
+        form = self._form(piece, self._incoming)
+        for client, message in arrived.items():
+            by_rows = self.plan.buckets[piece.bucket].row_bytes
+            part = message[HEADER_BYTES:] if by_rows else self._elements(message, piece)
+            if not self._is_finite(piece, part, form):
+                self._on_nonfinite(client, piece.bucket, step)
+
+    def _is_finite(self, piece: Piece, part: Buffer, form: str) -> bool:
+        bucket = self.plan.buckets[piece.bucket]
+        if bucket.row_bytes:
+            return rows.is_finite(part, bucket.dtype, bucket.row_bytes)
+        return reduce.is_finite(part, bucket.dtype, form)
+
+    def _mean_of(self, piece: Piece) -> Buffer:
+        """Where the mean of a piece is, in its unit's."""
+        number = self.plan.unit_of[piece.index]
+        if self.plan.buckets[piece.bucket].row_bytes:
+            return self._means[number]
+        start = piece.offset - self.plan.units[number].pieces[0].offset
+        return self._means[number][start : start + piece.nbytes]
 
     def _sum(self, piece: Piece, arrived: dict[int, Buffer]) -> None:
         """Put the mean of clients' gradients of a piece, in their order, into the unit's."""
@@ -573,8 +604,7 @@ class ServerEngine(_Engine):
         else:
             if number not in self._means:
                 self._means[number] = aligned(self.plan.units[number].nbytes)
-            start = piece.offset - self.plan.units[number].pieces[0].offset
-            out = self._means[number][start : start + piece.nbytes]
+            out = self._mean_of(piece)
             parts = [self._elements(message, piece) for message in arrived.values()]
             reduce.mean(parts, bucket.dtype, self._form(piece, self._incoming), out, weights)
 

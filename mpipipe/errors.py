@@ -23,5 +23,9 @@ class DisagreementError(MpipipeError):
     """
 
 
+class NonFiniteError(MpipipeError):
+    """A gradient is not finite, and the run is to end then."""
+
+
 class ProtocolError(MpipipeError):
     """An event that cannot happen has happened: a fault of mpipipe, or of the network under it."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from mpipipe import link as links
 from mpipipe._version import __version__
 from mpipipe.engine import ClientEngine, Deliver, ServerEngine, Wiring
-from mpipipe.errors import DisagreementError, ProtocolError
+from mpipipe.errors import DisagreementError, NonFiniteError, ProtocolError
 from mpipipe.logs import logger
 from mpipipe.protocol import messages as m
 from mpipipe.protocol import plan as planning
@@ -339,6 +339,8 @@ class ServerSession(_Session):
         super().__init__(context, number)
         # Each client's latest metrics of this phase: (logs, samples).
         self.latest: dict[int, tuple[Message, int]] = {}
+        # How many gradients were not finite, and the client and step of the last one.
+        self._nonfinite, self._nonfinite_in = 0, (-1, -1)
         self.stopped = False  # whether a client has stopped in the middle of a phase
         # A client that was seen waiting where nobody answers it; it may just have been on its way.
         self._suspect: tuple[int, int, str] | None = None
@@ -517,7 +519,10 @@ class ServerSession(_Session):
         skip_first = any(message["unsynchronised"] for message in said.values())
         self.plan = self.plan_for(first)
         self.answer("open", digest=self.plan.digest, skip_first=skip_first)
-        engine = ServerEngine(self._wiring(self.plan), self.clients, hand_over, self._note_owing)
+        looks = self._context.config.on_nonfinite != "ignore" and not self._exact  # a loss scale is meant to overflow
+        engine = ServerEngine(
+            self._wiring(self.plan), self.clients, hand_over, self._note_owing, self._note_nonfinite if looks else None
+        )
         with self._lock:
             self.engine = engine  # the caller starts it, when there is something to hand over to
             for event in self._before_engine:
@@ -547,6 +552,20 @@ class ServerSession(_Session):
                 "the same calls in the same order, and run a loop with several optimizers on the server too"
             )
         self._suspect = found
+
+    def _note_nonfinite(self, client: int, bucket: int, step: int) -> None:
+        """A client's gradient is not finite. On the engine's thread."""
+        what = f"rank {client} has sent a gradient of {self.layers_of([bucket])} in step {step} that is not finite"
+        wanted = self._context.config.on_nonfinite
+        if wanted == "raise":
+            raise NonFiniteError(f"{what}: ending the run, as on_nonfinite='raise' asks")
+        if (client, step) == self._nonfinite_in:
+            return
+        self._nonfinite_in, self._nonfinite = (client, step), self._nonfinite + 1
+        # Once a step does something of the kind, all that follow may.
+        if self._nonfinite & (self._nonfinite - 1) == 0:
+            skipped = "; the step is skipped on all ranks" if wanted == "skip" else ""
+            logger.warning("%s%s (%d such so far)", what, skipped, self._nonfinite)
 
     def _note_owing(self, step: int, owing: dict[int, list[int]]) -> None:
         """Nothing has happened for a while, and these clients owe gradients. On the engine's thread."""
@@ -604,6 +623,7 @@ class ServerSession(_Session):
             self.engine.open_phase()
         self.latest.clear()
         exact = self._agreed["wire_weights"] == "plain"
+        exact &= self.engine is None or not 0 <= self.engine.redo_step == steps - 1  # done again after some had it
         behind = [client for client in self.clients if said[client]["steps"] < steps or (steps and not exact)]
         if self.engine is None:
             behind = []

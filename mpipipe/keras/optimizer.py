@@ -15,7 +15,7 @@ from mpipipe import context as running
 from mpipipe.errors import MpipipeError
 from mpipipe.keras import compat, trainer
 from mpipipe.keras.bridge import Bridge
-from mpipipe.keras.update import BITS_OF_ROWS, Updater, is_divisible
+from mpipipe.keras.update import BITS_OF_ROWS, Snapshot, Updater, is_divisible
 from mpipipe.logs import logger
 from mpipipe.protocol.plan import VariableSpec
 from mpipipe.session import ClientSession, Gradient, ServerSession
@@ -66,6 +66,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         self._session: ClientSession | ServerSession | None = None
         self._bridge: Bridge | None = None
         self._updater: Updater | None = None
+        # What the weights and slots were before the step that is being served; where anybody may want it.
+        self._snapshot: Snapshot | None = None
         # The model that fit trains, whose state is exchanged with the weights: a function, as Keras would save a model.
         self._model: Callable[[], Any] = lambda: None
         self._looked_at: Callable[[], Any] = lambda: None  # the one that a loop of the user's own gives
@@ -390,8 +392,36 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def serve_step(self) -> None:
         """On the server: serve the step that has begun."""
-        assert self._updater is not None
+        assert self._updater is not None and self._bridge is not None
+        if self._snapshot is not None:
+            self._snapshot.take()
+        step = self._bridge.steps
         self._updater.step()
+        engine = self.session.engine
+        again = step == engine.redo_step
+        if again:
+            # Some updates had a client in them that was lost before all of them had.
+            assert self._snapshot is not None
+            self._snapshot.put_back()
+            self._bridge.steps = step
+            if step == engine.cancelled_step:
+                return
+            self._updater.all_rows = True
+            self._updater.step()
+        # Clients that have got some of the first weights get all that they need by the next step.
+        if self._updater.all_rows != again:
+            self._updater.all_rows = again
+
+    def keep_snapshots(self) -> None:
+        """On the server: from the next step on, know what was before it."""
+        if self._snapshot is None:
+            self._snapshot = Snapshot([*self._trainable_variables, *self.inner.variables])
+            self._snapshot.take()
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """On the server: weights and slots before the step that is being served, or as they are between two steps."""
+        return self._snapshot
 
     def end_phase(self, state: Sequence[Any], **content: Any) -> None:
         """On a client: meet the others after this client's last step, and take over weights and state."""
@@ -508,7 +538,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         rate = compat.learning_rate(self.inner)
         self._changed_weights = False
         if self._context.is_server:
-            iterations, divisible = int(self._iterations), is_divisible(self.inner, variables)
+            iterations, on_nonfinite = int(self._iterations), self._context.config.on_nonfinite
+            divisible = is_divisible(self.inner, variables, on_nonfinite)
             sum_rows = compat.is_linear(self.inner)
             said = self.session.agree(
                 specs, exact, rules, divisible=divisible, sum_rows=sum_rows, iterations=iterations, rate=rate
@@ -590,8 +621,16 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             assert session.engine is not None and session.plan is not None
             self._bridge = Bridge(session.plan.units, self._carried, self._step, None, session.engine.updated)
             self._updater = Updater(
-                self.inner, self._trainable_variables, session.plan, self._bridge, self._accumulates
+                self.inner,
+                self._trainable_variables,
+                session.plan,
+                self._bridge,
+                self._accumulates,
+                on_nonfinite=self._context.config.on_nonfinite,
+                redoes=self._context.transport.survives,
             )
+            if self._context.transport.survives:
+                self.keep_snapshots()
             session.engine.start()
         else:
             assert gradients is not None
@@ -785,7 +824,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     def _serve_one(self) -> None:
         """On the server: one step of a loop of the user's own, inside or outside of ``tf.function``."""
         assert self._updater is not None
-        if tf.inside_function():
+        if tf.inside_function() and self._snapshot is not None:
+            # From Python, as a step may have to be done again.
+            tf.numpy_function(self._serve_from_graph, [], tf.bool)
+        elif tf.inside_function():
             # The only Python function in this graph, so that it cannot hold up another one.
             begun = tf.numpy_function(self._wait_unless_skipped, [], tf.bool)
             begun.set_shape([])
@@ -793,6 +835,12 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             tf.cond(begun, self._updater.step, lambda: tf.convert_to_tensor(self._iterations))
         elif self._wait_unless_skipped():
             self.serve_step()
+
+    def _serve_from_graph(self) -> bool:
+        if not self._wait_unless_skipped():
+            return False
+        self.serve_step()
+        return True
 
     def _wait_unless_skipped(self) -> bool:
         if self._skip_first:

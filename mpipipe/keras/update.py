@@ -27,10 +27,20 @@ class Updater:
         plan: its units are the bridge's slots.
         bridge: where gradients come from and weights go to.
         accumulated: how many gradients of a client are summed in one that it sends (1: it accumulates none).
+        on_nonfinite: the setting of that name.
+        redoes: whether a step may have to be done again.
     """
 
     def __init__(
-        self, optimizer: Any, variables: Sequence[Any], plan: Plan, bridge: Bridge, accumulated: int = 1
+        self,
+        optimizer: Any,
+        variables: Sequence[Any],
+        plan: Plan,
+        bridge: Bridge,
+        accumulated: int = 1,
+        *,
+        on_nonfinite: str = "ignore",
+        redoes: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self._variables = list(variables)
@@ -40,9 +50,23 @@ class Updater:
         # Besides the variables there may be some that the optimizer changes by itself (see compat.signals).
         self._units = [unit for unit in plan.units if unit.regions[0].variable < len(self._variables)]
         self._signals = plan.units[len(self._units) :]
-        self._whole = needs_all_gradients(optimizer)
+        self._whole = needs_all_gradients(optimizer, on_nonfinite)
+        self._skips = on_nonfinite == "skip" and not self._signals  # it skips by itself, and learns from it
+        # Clients may have rows of a step that was done again, which the next one need not change.
+        with tf.init_scope():
+            self._all_rows = tf.Variable(False, trainable=False) if redoes else None
         if self._whole:
             logger.info("layers are updated together, at the end of the backward pass: %s", self._whole)
+
+    @property
+    def all_rows(self) -> bool:
+        """Whether a step gives all rows of what travels by rows, whichever it has changed."""
+        return self._all_rows is not None and bool(self._all_rows)
+
+    @all_rows.setter
+    def all_rows(self, wanted: bool) -> None:
+        if self._all_rows is not None:
+            self._all_rows.assign(wanted)
 
     @cached_property
     def step(self) -> Any:
@@ -128,7 +152,6 @@ class Updater:
         self._give(unit, before, touched)
 
     def _update_all(self) -> None:
-        optimizer = self._optimizer
         gradients: list[Any] = [None] * len(self._variables)
         for unit in self._units:
             for region, gradient in zip(unit.regions, self._shaped(unit), strict=True):
@@ -136,9 +159,19 @@ class Updater:
         before = [self._before(unit) for unit in self._units]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Gradients do not exist")  # it has been said on the clients
-            optimizer.apply(gradients, self._variables)  # which divides by what is accumulated, too
+            apply = partial(self._apply, gradients)
+            if self._skips:
+                flat = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
+                finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in flat])
+                tf.cond(finite, apply, lambda: False)
+            else:
+                apply()
         for unit, values in zip(self._units, before, strict=True):
             self._give(unit, values)
+
+    def _apply(self, gradients: list[Any]) -> bool:
+        self._optimizer.apply(gradients, self._variables)  # which divides by what is accumulated, too
+        return True
 
     def _before(self, unit: Unit) -> Any:
         """What a unit of rows holds before it is updated."""
@@ -148,9 +181,12 @@ class Updater:
         """Give a unit's new weights; of rows those touched, or those that are no longer as ``before``."""
         variables = self._bridge.variables_of(unit)
         if touched is not None:
+            if self._all_rows is not None:
+                every = tf.range(tf.constant(variables[0].shape[0], touched.dtype))
+                touched = tf.cond(self._all_rows.read_value(), lambda: every, lambda: touched)
             values = [tf.IndexedSlices(variables[0].sparse_read(touched), touched)]
         elif unit.row_bytes:
-            values = [_changed_rows(before, variables[0].read_value())]
+            values = [_changed_rows(before, variables[0].read_value(), self._all_rows)]
         else:
             values = [variable.read_value() for variable in variables]
         self._bridge.give(unit, values)
@@ -186,11 +222,15 @@ def _divided(gradient: Any, factor: float) -> Any:
     return gradient / factor
 
 
-def _changed_rows(before: Any, after: Any) -> Any:
-    """The rows of ``after`` in which any bit is another one than before, whatever the optimizer has changed."""
+def _changed_rows(before: Any, after: Any, every: Any) -> Any:
+    """The rows of ``after`` in which any bit is another one than before, whatever the optimizer has changed.
+
+    All of them, where ``every`` is a variable that is true.
+    """
     bits = BITS_OF_ROWS[before.dtype.size]
     unlike = tf.not_equal(tf.bitcast(before, bits), tf.bitcast(after, bits))
-    changed = tf.where(tf.reduce_any(unlike, axis=list(range(1, len(before.shape)))))[:, 0]
+    in_row = tf.reduce_any(unlike, axis=list(range(1, len(before.shape))))
+    changed = tf.where(in_row if every is None else in_row | every.read_value())[:, 0]
     return tf.IndexedSlices(tf.gather(after, changed), changed, tf.shape(after, tf.int64))
 
 
@@ -273,15 +313,42 @@ def _blocks(shape: tuple[int, ...], region: Region) -> Any:
     return np.stack(np.unravel_index(numbers, shape[:depth]), axis=1).astype(np.int32)
 
 
-def is_divisible(optimizer: Any, variables: Sequence[Any]) -> bool:
+def is_divisible(optimizer: Any, variables: Sequence[Any], on_nonfinite: str = "ignore") -> bool:
     """Whether parts of variables can be updated by themselves, with the result that whole ones would give."""
     constrained = any(getattr(variable, "constraint", None) is not None for variable in variables)
-    whole = constrained or optimizer.clipnorm or needs_all_gradients(optimizer)
+    whole = constrained or optimizer.clipnorm or needs_all_gradients(optimizer, on_nonfinite)
     return compat.is_elementwise(optimizer) and not whole
 
 
-def needs_all_gradients(optimizer: Any) -> str:
+class Snapshot:
+    """The values of variables as they were at one moment, at no cost until the variables change.
+
+    A value that is read shares the variable's memory, and TensorFlow copies that before it writes to what is shared.
+
+    Args:
+        variables: trainable variables, an optimizer's; one may come twice.
+    """
+
+    def __init__(self, variables: Sequence[Any]) -> None:
+        natives = [compat.native(variable) for variable in variables]
+        self._variables = list({native._unique_id: native for native in natives}.values())
+        self._read = tf.function(lambda: [v.read_value() for v in self._variables], autograph=False)
+        self.values: list[Any] = []
+
+    def take(self) -> None:
+        """Have the values that the variables have now."""
+        self.values = self._read.get_concrete_function()()
+
+    def put_back(self) -> None:
+        """Have the variables as they were."""
+        for variable, value in zip(self._variables, self.values, strict=True):
+            variable.assign(value)
+
+
+def needs_all_gradients(optimizer: Any, on_nonfinite: str = "ignore") -> str:
     """Why an optimizer can only update all variables at once, in words; empty where it can do so one by one."""
+    if on_nonfinite == "skip":
+        return "on_nonfinite='skip' needs to know that all gradients are finite"
     if optimizer.global_clipnorm:
         return "global_clipnorm needs the gradients of all layers"
     if optimizer.gradient_accumulation_steps and compat.accumulates_at_clients(optimizer) == 1:

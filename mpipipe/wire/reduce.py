@@ -63,6 +63,13 @@ def mean(
     return out
 
 
+def is_finite(part: NDArray[np.uint8], dtype: str, form: str = "plain") -> bool:
+    """Whether all elements are finite, of an array as for :func:`mean`."""
+    element = plain.dtype_of(dtype)
+    sent = np.dtype(np.uint16) if formats.narrows(form, dtype) else element
+    return bool(np.isfinite(_widened(part.view(sent), dtype, form, wide_of(element))).all())
+
+
 def wide_of(element: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype in which elements of a dtype are summed."""
     return np.dtype(np.float32) if element.itemsize == 2 else element

@@ -146,6 +146,11 @@ def mean(
     return write(indices, total.astype(element, copy=False).view(np.uint8))
 
 
+def is_finite(data: Bytes, dtype: str, row_bytes: int) -> bool:
+    """Whether all elements of rows are finite."""
+    return reduce.is_finite(np.ascontiguousarray(read(data, row_bytes)[1]).reshape(-1), dtype)
+
+
 def _fields(data: Bytes, count: int, row_bytes: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
     cut = count * INDEX_BYTES
     indices = data[:cut].view(np.int64)
