@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -14,14 +15,16 @@ from typing import Any
 from mpipipe.errors import ConfigError
 from mpipipe.wire.formats import FORMATS
 
+_MOST = 1 << 40  # bytes, of any setting: far more than a host has
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 def _bytes(text: str) -> int:
     """Parse a number of bytes: ``4194304``, ``4096K``, ``4M``, ``4MiB``."""
-    number = text.strip().lower().removesuffix("ib").removesuffix("b")
-    unit = number[-1:] if number[-1:] in ("k", "m", "g") else ""
-    return int(number.removesuffix(unit)) * _UNITS[unit]
+    found = re.fullmatch(r"([-+]?[0-9]+)\s*(?:b|([kmg])(?:i?b)?)?", text.strip().lower())
+    if found is None:
+        raise ValueError(text)
+    return int(found[1]) * _UNITS[found[2] or ""]
 
 
 def _flag(text: str) -> bool:
@@ -31,6 +34,14 @@ def _flag(text: str) -> bool:
 
 def _format(text: str) -> str:
     if text not in FORMATS:
+        raise ValueError(text)
+    return text
+
+
+def _folder(text: str) -> str:
+    """A folder's name; one that no system can have is refused now, and not when it is to be made, at the end."""
+    os.fsencode(text)
+    if "\0" in text:
         raise ValueError(text)
     return text
 
@@ -61,13 +72,14 @@ class Config:
     """All settings of a run."""
 
     # Those that are None follow from the link, which is measured at the start.
-    piece_bytes: int | None = _setting(None, "size of the pieces in which large layers travel", _bytes, 1024)
+    piece_bytes: int | None = _setting(None, "size of the pieces in which large layers travel", _bytes, 1024, _MOST)
     fuse_bytes: int | None = _setting(
-        None, "layers smaller than this share a bucket with their neighbours (auto: 1/4 piece)", _bytes, 0
+        None, "layers smaller than this share a bucket with their neighbours (auto: 1/4 piece)", _bytes, 0, _MOST
     )
     credit_bytes: int | None = _setting(
-        None, "bytes under way from one rank to another; the rest waits by priority (auto: 3 pieces)", _bytes, 1024
-    )
+        None, "bytes under way from one rank to another; the rest waits by priority (auto: 3 pieces)",
+        _bytes, 1024, _MOST,
+    )  # fmt: skip
     max_buckets: int = _setting(256, "most buckets of one optimizer; neighbours are fused to keep to it", int, 1, 4096)
     overlap: bool = _setting(
         True, "if not: all gradients are sent after the backward pass, all weights waited for (to compare)", _flag
@@ -87,7 +99,7 @@ class Config:
     )  # fmt: skip
     client_progress: bool = _setting(False, "let clients draw Keras's progress bar too", _flag)
     quiet: bool = _setting(True, "silence TensorFlow's start-up messages on all ranks but the server", _flag)
-    timeline: str = _setting("", "folder for a timeline of the run; see `python -m mpipipe.trace`", str)
+    timeline: str = _setting("", "folder for a timeline of the run; see `python -m mpipipe.trace`", _folder)
 
     def shared(self) -> dict[str, Any]:
         """The settings that must be the same on every rank, by name."""
@@ -119,20 +131,30 @@ def variable_name(setting: str) -> str:
     return "MPIPIPE_" + setting.upper()
 
 
-def _check(name: str, value: Any, setting: Any, where: str) -> Any:
-    if isinstance(value, str):
-        try:
+def _check(name: str, given: Any, setting: Any, where: str) -> Any:
+    value = given
+    try:
+        if isinstance(value, str):
             value = setting.metadata["parse"](value)
-        except (ValueError, KeyError):
-            raise ConfigError(f"{where} is {value!r}, which is not a {_kind(setting)}") from None
-    if _type(setting) is float and type(value) is int:
-        value = float(value)
+        if _type(setting) is float and type(value) is int:
+            value = float(value)
+    except (ValueError, KeyError, OverflowError):
+        value = None
     if type(value) is not _type(setting):
-        raise ConfigError(f"{where} is {value!r}, which is not a {_kind(setting)}")
+        raise ConfigError(f"{where} is {_shown(given)}, which is not a {_kind(setting)}")
     if isinstance(value, int | float) and not setting.metadata["least"] <= value <= setting.metadata["most"]:
         least, most = setting.metadata["least"], setting.metadata["most"]
-        raise ConfigError(f"{where} is {value!r}; {name} is at least {least} and at most {most}")
+        raise ConfigError(f"{where} is {_shown(given)}; {name} is at least {least} and at most {most}")
     return value
+
+
+def _shown(value: Any) -> str:
+    """A value for an error, on one line and not without end."""
+    try:
+        text = " ".join(repr(value).split("\n"))
+    except (ValueError, RecursionError):  # an integer of more digits than Python writes; lists in lists in lists
+        return f"of type {type(value).__name__} and too large to show"
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _type(setting: Any) -> type:

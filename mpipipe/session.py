@@ -63,7 +63,7 @@ _PATIENCE = 0.2
 _NAMED = 4
 
 # Messages after which a client goes on without an answer.
-NO_ANSWER = ("batch", "running")
+NO_ANSWER = ("batch", "running", "saves")
 
 # What a client does in each round, for the message that says that two ranks are at different places.
 PLACES = {
@@ -106,6 +106,12 @@ class Inbox:
         with self._changed:
             self._messages.pop(source, None)
         self.end(source)
+
+    def discard(self, which: Callable[[Message], bool]) -> None:
+        """Forget messages for which this is true."""
+        with self._changed:
+            for source, messages in self._messages.items():
+                self._messages[source] = deque(message for message in messages if not which(message))
 
     def take(self, source: int, meanwhile: Callable[[], None] = lambda: None) -> Message:
         """Wait for the next message of a sender; one of the kind ``ended`` where none comes any more.
@@ -199,13 +205,17 @@ class ClientSession(_Session):
 
     def __init__(self, context: Context, number: int) -> None:
         super().__init__(context, number)
-        # After how many steps of this session the server wants this phase to end, if it does.
+        # After how many steps of this session the server wants this phase to end, if it does, and wants to know what
+        # this client has of its own.
         self.stop_after: int | None = None
+        self.save_at: int | None = None
 
     def receive(self, source: int, message: Message) -> None:
         """Take a control message, on the transport's thread."""
         if message["kind"] == "stop":
             self.stop_after = message["after"]
+        elif message["kind"] == "save":
+            self.save_at = message["at"]
         else:
             self.inbox.put(source, message)
 
@@ -321,6 +331,10 @@ class ClientSession(_Session):
         """Come to a round that the server does not answer."""
         self._say(SERVER, kind, content)
 
+    def next_answer(self) -> Message:
+        """What the server says to this client besides its answer."""
+        return self._answer()
+
     def running(self, logs: Message, samples: int) -> None:
         """Let the server know the metrics so far."""
         self._say(SERVER, "running", {"logs": logs, "samples": samples})
@@ -344,6 +358,7 @@ class ServerSession(_Session):
         self.stopped = False  # whether a client has stopped in the middle of a phase
         # A client that was seen waiting where nobody answers it; it may just have been on its way.
         self._suspect: tuple[int, int, str] | None = None
+        self.saves = Inbox()  # what clients say that they have of their own, for checkpoints
         # What clients did before there was an engine to tell.
         self._before_engine: list[m.ServerEvent] = []
         self._lock = threading.Lock()
@@ -358,12 +373,14 @@ class ServerSession(_Session):
         self._feed(m.ClientLost(client))
         self.latest.pop(client, None)
         self.inbox.lose(client)
+        self.saves.end(client)
 
     def client_departs(self, client: int, steps: int | None) -> None:
         """A client's script has ended, after so many steps of this session; None if it never came to it."""
         if steps is not None:
             self._feed(m.ClientDeparted(client, steps))
         self.inbox.end(client)
+        self.saves.end(client)
 
     def _feed(self, event: m.ServerEvent) -> None:
         with self._lock:
@@ -376,6 +393,9 @@ class ServerSession(_Session):
         """Take a control message, on the transport's thread."""
         if message["kind"] == "running":
             self.latest[source] = (message["logs"], message["samples"])
+            return
+        if message["kind"] == "saves":
+            self.saves.put(source, message)
             return
         if message["kind"] == "phase":
             self.latest[source] = (message["logs"], message["samples"])
@@ -409,6 +429,14 @@ class ServerSession(_Session):
         """Answer a round to all clients."""
         for client in self.clients:
             self._say(client, kind, content)
+
+    def tell(self, client: int, **content: Any) -> None:
+        """Say something to one client, besides an answer."""
+        self._say(client, "besides", content)
+
+    def save(self, at: int) -> None:
+        """Have all clients say what they have of their own after so many steps of this session."""
+        self.answer("save", at=at)
 
     def stop(self, after: int) -> None:
         """Have all clients end the phase after so many steps of this session in all."""

@@ -8,6 +8,9 @@ import keras
 
 from mpipipe import context as running
 from mpipipe.keras import compat
+from mpipipe.keras.checkpoint import Checkpoint
+
+__all__ = ["Checkpoint", "LearningRateWarmup"]
 
 
 class LearningRateWarmup(keras.callbacks.Callback):  # type: ignore[misc]

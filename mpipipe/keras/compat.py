@@ -237,6 +237,12 @@ def random_layers(model: Any) -> list[str]:
     return [layer.name for layer in model._flatten_layers() if getattr(layer, "_seed_generators", None)]
 
 
+def seeds_of(model: Any) -> list[Any]:
+    """The states of the random generators of a model's layers."""
+    generators = [g for layer in model._flatten_layers() for g in getattr(layer, "_seed_generators", None) or ()]
+    return [generator.state for generator in generators]
+
+
 def native(variable: Any) -> Any:
     """The ``tf.Variable`` in a Keras variable."""
     from keras.src.backend import Variable  # in older versions keras.Variable is another class
@@ -305,6 +311,8 @@ def looks_at_batches(callback: Any) -> bool:
     names = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
     if all(getattr(getattr(callback, name), "_is_default", False) for name in names):
         return False
+    if type(callback).__module__.startswith("mpipipe."):
+        return False  # they act on the server
     ours = type(callback).__module__.startswith("keras.") and not isinstance(callback, keras.callbacks.LambdaCallback)
     return not (ours and all(getattr(callback, name, "epoch") == "epoch" for name in ("save_freq", "update_freq")))
 

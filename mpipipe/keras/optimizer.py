@@ -68,6 +68,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         self._updater: Updater | None = None
         # What the weights and slots were before the step that is being served; where anybody may want it.
         self._snapshot: Snapshot | None = None
+        self._before: tuple[int, list[Any]] | None = None
+        # On the server, by client: what each is to take over of its own, of a run that goes on.
+        self.states: dict[int, dict[str, Any]] = {}
         # The model that fit trains, whose state is exchanged with the weights: a function, as Keras would save a model.
         self._model: Callable[[], Any] = lambda: None
         self._looked_at: Callable[[], Any] = lambda: None  # the one that a loop of the user's own gives
@@ -393,9 +396,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     def serve_step(self) -> None:
         """On the server: serve the step that has begun."""
         assert self._updater is not None and self._bridge is not None
+        step = self._bridge.steps
         if self._snapshot is not None:
             self._snapshot.take()
-        step = self._bridge.steps
+            self._before = step, self._snapshot.values
         self._updater.step()
         engine = self.session.engine
         again = step == engine.redo_step
@@ -412,16 +416,24 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         if self._updater.all_rows != again:
             self._updater.all_rows = again
 
-    def keep_snapshots(self) -> None:
-        """On the server: from the next step on, know what was before it."""
-        if self._snapshot is None:
-            self._snapshot = Snapshot([*self._trainable_variables, *self.inner.variables])
-            self._snapshot.take()
+    def keep_snapshots(self, variables: Sequence[Any] | None = None) -> None:
+        """On the server: from the next step on, know what was before it, of these variables and the optimizer's."""
+        if self._snapshot is None or variables is not None:
+            variables = self._trainable_variables if variables is None else variables
+            self._snapshot = Snapshot([*variables, *self.inner.variables])
 
     @property
-    def snapshot(self) -> Snapshot | None:
-        """On the server: weights and slots before the step that is being served, or as they are between two steps."""
-        return self._snapshot
+    def snapshot(self) -> tuple[int, list[Any]] | None:
+        """On the server, from any thread: steps done before the one that was served last, and what was then.
+
+        That is the model's weights and the optimizer's variables; None where nobody has asked for it.
+        """
+        return self._before
+
+    @property
+    def batches_a_step(self) -> int:
+        """How many batches of a client are behind a step: those whose gradients it accumulates."""
+        return self._accumulates
 
     def end_phase(self, state: Sequence[Any], **content: Any) -> None:
         """On a client: meet the others after this client's last step, and take over weights and state."""

@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from mpipipe import context as running
-from mpipipe.keras import compat
+from mpipipe.keras import checkpoint, compat
 from mpipipe.logs import logger
 
 # Seconds between a client's reports of its metrics, for the server's progress bar.
@@ -158,11 +158,18 @@ def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def exchange_state(optimizer: Any, model: Any) -> None:
     """What the server has and clients may not: the weights that have changed outside the steps. Collective."""
+    session = optimizer.session
     if optimizer._context.is_server:
-        optimizer.session.collect("state")
-        _push_changed(optimizer, model, "state", None)
+        session.collect("state")
+        states, optimizer.states = optimizer.states, {}
+        _push_changed(optimizer, model, "state", None, besides=bool(states))
+        for client, state in states.items():
+            session.tell(client, state=state)
     else:
-        _take_changed(optimizer, model, optimizer.session.round("state"))
+        answer = session.round("state")
+        _take_changed(optimizer, model, answer)
+        if answer["besides"]:
+            checkpoint.take_local(model, checkpoint.unpack(session.next_answer()["state"]))
 
 
 def _fingerprints(model: Any) -> dict[int, int]:
@@ -216,9 +223,17 @@ class _ServerFit:
         )
         model.stop_training = False
         self._say_what_differs()
+        saving = next((c for c in callbacks.callbacks if isinstance(c, checkpoint.Checkpoint)), None)
+        manifest = self._restore(saving) if saving is not None else None
         callbacks.on_train_begin()
         first = compat.first_epoch(model, arguments["initial_epoch"])
-        session.answer("steps", first=first)
+        skip = 0
+        if manifest is not None:
+            first, skip = manifest["epoch"], manifest["batch"]
+            if manifest["stopped"]:
+                first = arguments["epochs"]
+        self._done = skip // optimizer._accumulates
+        session.answer("steps", first=first, skip=skip, saves=None if saving is None else saving.rule)
         more = first < arguments["epochs"]
         if more:
             self._begin(first, callbacks)
@@ -234,6 +249,18 @@ class _ServerFit:
         session.collect("end")
         _push_changed(optimizer, model, "end", None)
         return model.history
+
+    def _restore(self, saving: Any) -> Any:
+        """Have the model as the newest checkpoint says, if there is one."""
+        model, optimizer = self.model, self.optimizer
+        optimizer.build(model.trainable_variables)
+        manifest = saving.restore(model)
+        clients = optimizer.session.clients
+        if manifest is not None and saving.clients_states_are_whole(clients):
+            optimizer.states = {client: saving.state_of(client) for client in clients}
+        optimizer.keep_snapshots(model.weights)
+        saving.begin(manifest)
+        return manifest
 
     def _say_what_differs(self) -> None:
         """Where the model is not the one that one process would train."""
@@ -257,12 +284,14 @@ class _ServerFit:
         """Serve one epoch and begin the next; returns its logs and whether all ranks want another one."""
         model, optimizer = self.model, self.optimizer
         session = optimizer.session
-        step, told = 0, False
+        step, told, waited = self._done, False, False
+        self._done = 0  # of the next epoch
         session.stopped = False
         while optimizer.wait_step():
             callbacks.on_train_batch_begin(step)
             optimizer.serve_step()
-            if step == 0 and model.steps_per_execution == 1:
+            if not waited and model.steps_per_execution == 1:
+                waited = True
                 session.wait_reports()  # callbacks may rely on there being metrics; later ones are the latest
             callbacks.on_train_batch_end(step, session.mean_logs())
             step += 1
@@ -395,12 +424,16 @@ class _First(keras.callbacks.Callback):  # type: ignore[misc]
         self._counter = counter
         self._settles = settles
         self._reported = 0.0
+        self._skip: Any = None
+        self._saves: Any = None  # when to say what this client has of its own, if ever
+        self._said = 0  # after so many steps it has been said last
 
     def on_train_begin(self, logs: Any = None) -> None:
         optimizer = self._optimizer
         optimizer.session.stop_after = None
         answer = optimizer.session.round("steps", steps=self.params.get("steps"))
         compat.set_first_epoch(self.model, answer["first"])
+        self._skip, self._saves = checkpoint.Skip(self.model, answer["skip"]), answer["saves"]
         if compat.is_built(self.model):  # else when the first step is traced
             optimizer.synchronize(self.model.trainable_variables)
         if optimizer._opened:
@@ -409,8 +442,27 @@ class _First(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._counter.reset()
         self._reported = 0.0
+        self._epoch, self._start = epoch, self._optimizer.steps
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._skip.before_batch()
+
+    def _say_own(self, *, ends: bool) -> None:
+        """Say what this client has of its own, if the server wants to know it now."""
+        if self._saves is None:
+            return
+        optimizer, steps = self._optimizer, self._optimizer.steps
+        rule = {**self._saves, "at": optimizer.session.save_at}
+        due = steps != self._said and checkpoint.is_due(steps, self._start, self.model.steps_per_execution, rule)
+        if due or ends:
+            self._said = steps
+            state = checkpoint.pack(checkpoint.local_state(self.model))
+            optimizer.session.say("saves", epoch=self._epoch, step=steps, ends=ends, state=state)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._skip.active:
+            return
+        self._say_own(ends=False)
         if self._settles:
             self._optimizer.settle()
         if self._optimizer.trace_again:
@@ -427,6 +479,8 @@ class _First(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         logs = {} if logs is None else logs
+        self._skip.end()
+        self._say_own(ends=True)
         state = compat.state_of(self.model)
         stopped = bool(self.model.stop_training)
         self._optimizer.end_phase(state, logs=compat.plain_logs(logs), samples=self._counter.value, stopped=stopped)
