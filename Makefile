@@ -1,6 +1,7 @@
 # make demo    set up everything and train the example on 4 ranks
 # make test    set up everything and run every test
 # make parity  print how far a model is from the one that one process trains, feature by feature
+# make chaos   kill, stop and interrupt ranks, from seeded schedules, and see that each run ends as it has to
 # make bench   measure against the straight line and other ways, on hosts made of network namespaces (as root)
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 MPIRUN := $(BIN)/mpirun --oversubscribe --bind-to none
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo install test test-newest test-oldest lint parity bench bench-broadcast bench-cost clean
+.PHONY: demo install test test-newest test-oldest lint parity chaos bench bench-broadcast bench-cost clean
 
 demo: install
 	$(MPIRUN) -np 4 $(BIN)/python examples/train.py
@@ -44,6 +45,9 @@ $(OLDEST)/installed: setup.cfg pyproject.toml
 
 parity: install $(MPICH)/installed
 	$(BIN)/python -m tests.parity $(PARITY)
+
+chaos: install $(MPICH)/installed
+	$(BIN)/python -m tests.chaos $(CHAOS)
 
 # For more: make bench BENCH='--full --mpi both --horovod-python PATH'
 bench: install $(MPICH)/installed

@@ -19,7 +19,7 @@ from __future__ import annotations
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -390,11 +390,12 @@ class ServerEngine(_Engine):
         self._lost: set[int] = set()
         self._kept: list[dict[int, Buffer]] = [{} for _ in self.plan.pieces]
         self._handed: set[int] = set()
-        # The last step that has to be done again, and the last one that is not to be; and by unit the step of the
-        # newest weights, and those of which the next weights are of the updates that do not count.
-        self.redo_step = self.cancelled_step = -1
+        # Steps that have to be done again, among them those that are not to be; and by unit the step of the newest
+        # weights, and for (unit, step) how many results are still to come that do not count.
+        self.redo_steps: set[int] = set()
+        self.cancelled_steps: set[int] = set()
         self._updated = [-1] * len(self.plan.units)
-        self._void: set[int] = set()
+        self._void: Counter[tuple[int, int]] = Counter()
 
     def start(self) -> None:
         """Post the receives and begin: from now on gradients are handed over."""
@@ -449,6 +450,8 @@ class ServerEngine(_Engine):
             event = self._take_weights(*event)
         elif isinstance(event, tuple):
             event = self._take(*event)
+        elif isinstance(event, m.ClientLeft | m.ClientDeparted) and event.client in self._lost:
+            return  # what it said before it was lost, on another way
         elif isinstance(event, m.ClientLost):
             self._lost.add(event.client)
             for key in [key for key in self._gathering if key[1] == event.client]:
@@ -464,13 +467,13 @@ class ServerEngine(_Engine):
                 todo.extend(self._machine.handle(m.Reduced(command.piece)))
 
     def _take_weights(self, unit: int, step: int, image: Buffer) -> m.Updated | None:
-        if unit in self._void:
-            self._void.discard(unit)
+        if self._void[unit, step]:
+            self._void[unit, step] -= 1
             return None
         self._weights[unit] = image
         for piece in self.plan.units[unit].pieces:
             self._made.pop(piece.index, None)
-        if step == self.redo_step == self._updated[unit]:
+        if step == self._updated[unit] and step in self.redo_steps:
             return None  # the same, without a client that was lost: what is still to be sent is this
         self._updated[unit] = step
         self._mark("updated", self.plan.units[unit].bucket, step, piece=self.plan.units[unit].pieces[0].index)
@@ -509,13 +512,16 @@ class ServerEngine(_Engine):
         elif isinstance(command, m.Resume):
             self._channel.resume(command.client)
         elif isinstance(command, m.StepBegan):
+            # A step that was not to be may be another one's: the server's loop has long ended it.
+            self.redo_steps.discard(command.step)
+            self.cancelled_steps.discard(command.step)
             self._begun += 1
             self._steps.put(True)
         elif isinstance(command, m.Discard):
             self._release(command.piece, [self._arrived[command.piece.index].pop(command.client)])
         elif isinstance(command, m.MustRedo):
-            self.redo_step = command.step
-            self._void = {unit for unit, step in enumerate(self._updated) if step < command.step}
+            self.redo_steps.add(command.step)
+            self._void.update((unit, command.step) for unit, step in enumerate(self._updated) if step < command.step)
         elif isinstance(command, m.Redo):
             self._redo(command.step, command.clients)
         elif isinstance(command, m.StepReduced):
@@ -533,7 +539,7 @@ class ServerEngine(_Engine):
             for unit in self.plan.units:
                 self._hand_over(unit.index, self._means.pop(unit.index))
             return
-        self.cancelled_step = step
+        self.cancelled_steps.add(step)
         self._updated = [min(updated, step - 1) for updated in self._updated]
         self._means.clear()
         for unit in self.plan.units:

@@ -651,7 +651,7 @@ class ServerSession(_Session):
             self.engine.open_phase()
         self.latest.clear()
         exact = self._agreed["wire_weights"] == "plain"
-        exact &= self.engine is None or not 0 <= self.engine.redo_step == steps - 1  # done again after some had it
+        exact &= self.engine is None or steps - 1 not in self.engine.redo_steps  # done again after some had it
         behind = [client for client in self.clients if said[client]["steps"] < steps or (steps and not exact)]
         if self.engine is None:
             behind = []

@@ -48,4 +48,12 @@ def watch(on_signal: Callable[[int], None]) -> None:
                     time.sleep(_PATIENCE)
                 on_signal(number[0])
 
+    def forget() -> None:
+        # A process that is forked has the same pipe: what ends it would end this run.
+        signal.set_wakeup_fd(-1)
+        os.close(writer)
+        if signal.SIGTERM in ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=forget)
     threading.Thread(target=read, name="mpipipe-signals", daemon=True).start()

@@ -82,7 +82,7 @@ class Watch:
         for rank, what in awaited.items():
             wait = self._waits.setdefault(rank, _Wait(what, now, now + self._config.stall_warning))
             waited = now - wait.since
-            if waited >= _ASK_AFTER:
+            if waited + _PERIOD >= min(_ASK_AFTER, self._config.stall_warning or _ASK_AFTER):
                 self._asked.setdefault(rank, now)
                 self._context.transport.send_control(rank, {"kind": "ask"})
             said = f"waiting for {waited:.0f} s: rank {rank}{self._state(rank, now)} {what}"

@@ -402,13 +402,13 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             self._before = step, self._snapshot.values
         self._updater.step()
         engine = self.session.engine
-        again = step == engine.redo_step
+        again = step in engine.redo_steps
         if again:
             # Some updates had a client in them that was lost before all of them had.
             assert self._snapshot is not None
             self._snapshot.put_back()
             self._bridge.steps = step
-            if step == engine.cancelled_step:
+            if step in engine.cancelled_steps:
                 return
             self._updater.all_rows = True
             self._updater.step()

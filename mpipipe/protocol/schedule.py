@@ -156,6 +156,10 @@ class Pacer:
             self._most[bucket] = max((sent[bucket] for sent in self._sent.values()), default=0)
         return self._pause()
 
+    def restart(self) -> None:
+        """What has been summed of the present gradients does not count: whoever had sent of them has been removed."""
+        self._summed = [0] * len(self._summed)
+
     def reduced(self, piece: Piece, clients: Iterable[int]) -> list[Pause | Resume]:
         """The clients' gradients of a piece have been summed: returns what to do."""
         for client in clients:

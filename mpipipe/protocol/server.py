@@ -141,11 +141,15 @@ class ServerMachine:
             raise ProtocolError(f"rank {client} sent {what} after it had left")
         self._arrived[piece.index].add(client)
         commands: list[ServerCommand] = [*self._pacer.received(client, piece, step)]
-        if step == self._began:
-            self._began += 1
-            commands.append(StepBegan(step))
-            commands += self._departed_are_missed(step)
+        # Where clients may be lost, not before the step before is summed: there is one step at most that may not be.
+        if step == self._began and (not self._survive or step == self._open):
+            commands += self._begin()
         return commands + self._reduce_if_complete(piece)
+
+    def _begin(self) -> list[ServerCommand]:
+        step = self._began
+        self._began += 1
+        return [StepBegan(step), *self._departed_are_missed(step)]
 
     def _takes_part(self, client: int, step: int) -> bool:
         return step < self._left.get(client, step + 1)
@@ -167,7 +171,7 @@ class ServerMachine:
     def _reduced(self, piece: Piece) -> list[ServerCommand]:
         if piece.index in self._cancelled:
             self._cancelled.discard(piece.index)
-            return []
+            return self._end_of_phase()
         if piece.index not in self._reducing:
             raise ProtocolError(f"piece {piece.index} was reduced without being asked for")
         self._reducing.discard(piece.index)
@@ -195,7 +199,8 @@ class ServerMachine:
             commands.append(Redo(step, tuple(client for client in self._clients if self._takes_part(client, step))))
         self._must_redo = False
         commands.append(StepReduced(step))
-        commands += self._cancel_if_deserted()
+        if any(self._arrived):
+            commands += self._begin()
         for piece in self._plan.pieces:
             commands += self._reduce_if_complete(piece)
         return commands
@@ -239,7 +244,7 @@ class ServerMachine:
                     f"rank {client} left before step {steps} but sent bucket {piece.bucket} of step {step}"
                 )
         self._left[client] = steps
-        commands: list[ServerCommand] = []
+        commands = self._cancel_if_deserted()
         for piece in self._plan.pieces:
             commands += self._reduce_if_complete(piece)
         return commands + self._end_of_phase()
@@ -289,11 +294,15 @@ class ServerMachine:
         self._must_redo = False
         self._began = step
         self._gathering = [step] * len(self._plan.pieces)
-        self._unreduced = [len(unit.pieces) for unit in self._plan.units]
-        self._updating = [step] * len(self._plan.units)
+        self._arrived = [set() for _ in self._plan.pieces]  # what is left there is being summed
+        for unit in self._plan.units:
+            if self._updating[unit.index] >= step:  # others are still to be updated in the step before
+                self._unreduced[unit.index] = len(unit.pieces)
+                self._updating[unit.index] = step
         self._unsummed = len(self._plan.pieces)
         self._cancelled |= self._reducing
         self._reducing.clear()
+        self._pacer.restart()
         return [*commands, Redo(step, ())]
 
     def _departed_are_missed(self, step: int) -> list[ServerCommand]:
@@ -312,7 +321,7 @@ class ServerMachine:
 
     def _end_of_phase(self) -> list[ServerCommand]:
         """All clients have left, and every step that one of them took part in is updated and has arrived."""
-        if self._ended or len(self._left) < len(self._clients):
+        if self._ended or len(self._left) < len(self._clients) or self._cancelled:
             return []
         if any(step < self._began for step in self._updating) or not all(w.idle for w in self._windows.values()):
             return []

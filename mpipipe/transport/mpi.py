@@ -69,6 +69,7 @@ class MPITransport(Transport):
         """Take over a communicator that nothing else uses. The caller makes no MPI call until :meth:`close`."""
         self.rank, self.size = communicator.Get_rank(), communicator.Get_size()
         self.survives = _survives()
+        self.communicators = 1  # how many it has made, or taken over
         self._communicator = communicator
         self._lost: set[int] = set()
         self._lost_handler: OnLost | None = None
@@ -99,6 +100,7 @@ class MPITransport(Transport):
             # Idup, not Dup: a blocking call would hold up the messages of other channels, for which another rank may
             # be waiting before it comes to open this one.
             communicator, request = self._communicator.Idup()
+            self.communicators += 1
             duplicates.append(communicator)
             self._add(request, _Pending(opened.set, _nothing, self.rank, is_receive=False))
 

@@ -38,6 +38,13 @@ FAILURES = {
         r"\[mpipipe 0\] rank 1 is building its optimizer of another optimizer while the server \(rank 0\) is"
     ),
     "a_gradient_that_only_one_client_has": r"bias gets a gradient on rank 1 but none on rank 2",
+    "a_gradient_that_is_not_finite": (
+        r"\[mpipipe 0\] rank 1 has sent a gradient of .*dense\S* in step 4 that is not finite: ending the run"
+    ),
+    "settings_differ": (
+        r"\[mpipipe 0\] the ranks have different settings: wire is 'plain' \(rank 0\) and 'bf16' \(rank 1\)"
+    ),
+    "another_set_of_trainable_variables": r"\[mpipipe 0\] the ranks have built different models. The first layer",
 }
 # Those that are about several clients; two ranks are enough for the others, and start sooner.
 WITH_3_RANKS = (
@@ -64,6 +71,28 @@ def test_all_ranks_end_within_10_seconds_with_one_message(mpi, failure):
     first_step = float(re.search(r"FIRST STEP ([\d.]+)", job.output)[1])
     RECORDED.append(f"{failure} ({mpi}): ended {ended - first_step:.1f} s after the first step")
     assert ended - first_step < 10, job.output
+
+
+def test_mpi_that_the_program_has_initialised_for_one_thread_is_refused_in_one_line_on_every_rank():
+    program = (
+        "import mpi4py\nmpi4py.rc.thread_level = 'serialized'\nfrom mpi4py import MPI\n"
+        "assert MPI.COMM_WORLD.Get_size() == 2\nimport mpipipe as mp\nmp.rank()\n"
+    )
+    job = mpirun("openmpi", 2, "-c", program, limit=60)
+    assert job.returncode != 0
+    said = re.findall(r"\[mpipipe [01]\] MPI was initialised for one thread only", job.output)
+    assert len(said) in (1, 2) and "Traceback" not in job.output, job.output
+
+
+def test_tensorflow_and_mpi_may_be_there_before_mpipipe():
+    program = (
+        "import tensorflow as tf\nfrom mpi4py import MPI\nimport numpy as np, keras\nimport mpipipe as mp\n"
+        "m = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])\n"
+        "m.compile(mp.DistributedOptimizer('sgd'), 'mse')\n"
+        "m.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=4, verbose=0)\n"
+        "w = MPI.COMM_WORLD.allgather(m.get_weights()[0].tobytes())\nassert len(set(w)) == 1\n"
+    )
+    assert (job := mpirun("openmpi", 3, "-c", program)).returncode == 0, job.output
 
 
 SCRIPT = "import mpipipe as mp; mp.DistributedOptimizer('adam')"

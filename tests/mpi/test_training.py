@@ -5,14 +5,14 @@ import pytest
 from tests.mpi.harness import MPIS, case_names, check_case, run_cases
 
 
-@pytest.mark.parametrize("case", case_names("training") + case_names("features"))
+@pytest.mark.parametrize("case", case_names("training") + case_names("features") + case_names("faults"))
 @pytest.mark.parametrize("mpi", MPIS)
 def test_training(mpi, case):
-    check_case(run_cases(mpi, 3, "training,features"), case, 3)
+    check_case(run_cases(mpi, 3, "training,features,faults"), case, 3)
 
 
 def test_two_runs_on_different_mpis_give_bit_identical_weights():
-    runs = [run_cases(mpi, 3, "training,features").lines("RECORD the_bits_of_a_run") for mpi in MPIS]
+    runs = [run_cases(mpi, 3, "training,features,faults").lines("RECORD the_bits_of_a_run") for mpi in MPIS]
     assert len(runs[0]) == 3 and sorted(runs[0]) == sorted(runs[1])
 
 

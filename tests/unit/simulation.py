@@ -314,7 +314,7 @@ class Simulation:
     def _deliver(self, client: SimulatedClient, bucket: int, step: int) -> None:
         pieces = self.plan.buckets[bucket].pieces
         assert sorted(client.arriving[bucket]) == [(step, piece.index) for piece in pieces]
-        assert client.rank in self.participants[step]
+        assert self._takes_part(client, step)
         client.arriving[bucket] = []
         client.delivered[bucket].append(step)
         client.done[bucket] += 1
@@ -334,20 +334,29 @@ class Simulation:
         elif isinstance(event, m.WeightsSent):
             self.clients[event.client].receiving.end(event.piece)
         elif isinstance(event, m.Updated):
-            for client in self.participants[event.step]:
-                self.clients[client].receiving.ready(self.plan.units[event.unit].pieces)
+            for client in self._served():
+                if self._takes_part(client, event.step):
+                    client.receiving.ready(self.plan.units[event.unit].pieces)
         self._share()
         for command in self.server.handle(self._falsified(event)):
             self._carry_out(command)
-        for client in self.clients.values():
+        for client in self._served():
             client.receiving.check()
         if isinstance(event, m.ClientLeft | m.ClientDeparted):
             assert event.client not in self.server.waiting_for(), "the server waits for a client that has gone"
 
+    def _served(self) -> list[SimulatedClient]:
+        """The clients that the server still has."""
+        return list(self.clients.values())
+
+    def _takes_part(self, client: SimulatedClient, step: int) -> bool:
+        """Whether a client that the server still has is to take part in a step."""
+        return client.rank in self.participants[step]
+
     def _share(self) -> None:
         """Clients that have got half a credit more than another one get their weights one by one."""
-        windows = [client.receiving for client in self.clients.values()]
-        most = max(window.backlog for window in windows)
+        windows = [client.receiving for client in self._served()]
+        most = max((window.backlog for window in windows), default=0)
         for window in windows:
             one_by_one = window.backlog < most - self.credit_bytes // 2
             window.turning, window.one_by_one = window.one_by_one != one_by_one, one_by_one
@@ -382,7 +391,7 @@ class Simulation:
     def _ask(self, command: m.AskFor) -> None:
         pieces = self.plan.buckets[command.piece.bucket].pieces
         assert command.step == min(self.server.step_of(piece) for piece in pieces), "of another step than the present"
-        come = {rank: self._come(rank, pieces, command.step) for rank in self.clients}
+        come = {client.rank: self._come(client.rank, pieces, command.step) for client in self._served()}
         assert 0 < come[command.client] < max(come.values()), f"rank {command.client} has sent as much as others"
         assert command.piece == pieces[max(come.values()) - 1]
         question = command.client, command.piece.index, command.step

@@ -9,7 +9,7 @@ import time
 
 import keras
 import tensorflow as tf
-from cases.common import RANK, WORLD, compiled, fit, mlp, regression, train_function
+from cases.common import RANK, WORLD, compiled, fit, mlp, regression, settings, train_function
 
 import mpipipe as mp
 
@@ -175,6 +175,30 @@ def case_a_gradient_that_only_one_client_has():
     if RANK == 2:
         gradients[1] = None
     optimizer.apply(gradients, model.trainable_variables)
+
+
+def case_a_gradient_that_is_not_finite():
+    x, y = mp.shard(*regression())
+    first_step_now()
+    with settings(on_nonfinite="raise"):
+        model, optimizer = mlp(), mp.DistributedOptimizer("sgd")
+        step = train_function(model, optimizer)
+        for number in range(1_000_000):
+            step(x * float("nan") if RANK == 1 and number == 4 else x, y)
+
+
+def case_settings_differ():
+    first_step_now()
+    with settings(wire="bf16" if RANK == 1 else "plain"):
+        long_fit(compiled(mlp()))
+
+
+def case_another_set_of_trainable_variables():
+    model = mlp()
+    if RANK == 1:
+        model.layers[0].trainable = False
+    first_step_now()
+    long_fit(compiled(model))
 
 
 def case_a_train_step_with_another_optimizer_than_fits():
