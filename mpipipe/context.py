@@ -31,6 +31,8 @@ _GRACE = 5.0
 _TERM_GRACE = 4.0
 # How often a rank asks the server for the time, to put its timeline on the server's clock.
 _CLOCK_SAMPLES = 50
+# What a rank that has come there waits for, in words.
+_AT_THE_END = "has not come to the end of its script"
 
 
 class Context:
@@ -67,6 +69,7 @@ class Context:
         self._lock = threading.Lock()
         self._departed: dict[int, dict[str, int]] = {}
         self._bye = threading.Event()
+        self._leaving: dict[int, str] = {}  # whom this rank waits for at the end
         # The clients' timelines, with what to add to their clocks; and what the server's clock said, and when.
         self._timelines: dict[int, tuple[dict[str, Any], float]] = {}
         self._times: queue.SimpleQueue[tuple[float, float]] = queue.SimpleQueue()
@@ -126,7 +129,7 @@ class Context:
         """Whom this rank waits for at present, and what for, in words."""
         with self._lock:
             sessions = list(self._sessions)
-        awaited: dict[int, str] = {}
+        awaited = dict(self._leaving)
         for session in sessions:
             awaited |= {**session.awaited, **session.owing}
         return {rank: what for rank, what in awaited.items() if rank not in self.lost}
@@ -195,7 +198,7 @@ class Context:
         elif message["kind"] == "here":
             self.watch.answered(source, message)
         elif message["kind"] == "lost":
-            self.fail(f"the server (rank 0) goes on without this rank: {message['why']}")
+            self.end_alone(f"the server (rank 0) goes on without this rank: {message['why']}")
         elif message["kind"] == "depart":
             with self._lock:
                 if "timeline" in message:
@@ -225,6 +228,12 @@ class Context:
         sys.stderr.write(logs.prefix_lines(self.rank, message))
         sys.stderr.flush()
         self.abort(code)
+
+    def end_alone(self, message: str) -> None:
+        """Say why and end this process, as if it had died: the others survive that, and go on."""
+        sys.stderr.write(logs.prefix_lines(self.rank, message))
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def abort(self, code: int = 1) -> None:
         """End every process of the run."""
@@ -263,11 +272,13 @@ class Context:
                 logs.logger.info("timeline: %s; see `python -m mpipipe.trace %s`", path, self.config.timeline)
         else:
             self._depart()
+        self.watch.stop()
         for close in self.closers:
             close()
         self.transport.close()
 
     def _depart(self) -> None:
+        self._leaving = {SERVER: _AT_THE_END}
         steps = {str(s.number): s.steps_done() for s in self._sessions if isinstance(s, ClientSession)}
         content: dict[str, Any] = {"kind": "depart", "steps": steps}
         if self.config.timeline:
@@ -275,6 +286,7 @@ class Context:
             content |= {"timeline": self.recorder.export(), "offset": offset}
         self.transport.send_control(SERVER, content)
         self._bye.wait()
+        self._leaving = {}
 
     def _ask_the_time(self) -> tuple[float, float, float]:
         """This rank's clock before, the server's clock, and this rank's clock after."""
@@ -285,13 +297,15 @@ class Context:
 
     def _wait_for_clients(self) -> None:
         """Wait until the clients' scripts have ended; they may not want anything from the server any more."""
-        while not set(self.clients) <= {*self._departed, *self.lost}:
+        while there := [client for client in self.clients if client not in {*self._departed, *self.lost}]:
+            self._leaving = dict.fromkeys(there, _AT_THE_END)
             for client, (_, kind) in self.waiting().items():
                 self._left_behind(f"rank {client} is {PLACES[kind]}")
             for session in self._sessions:
                 if isinstance(session, ServerSession) and session.engine and session.engine.step_waits:
                     self._left_behind("clients go on with another step")
             time.sleep(0.02)
+        self._leaving = {}
         for client in self._departed:
             self.transport.send_control(client, {"kind": "bye"})
 

@@ -324,7 +324,11 @@ class ClientEngine(_Engine):
             self.feed(m.GradientSent(piece))
 
         bucket = self.plan.buckets[piece.bucket]
-        image = self._gradients[piece.bucket][step]
+        image = self._gradients[piece.bucket].get(step)
+        if image is None:
+            raise ProtocolError(
+                f"bucket {piece.bucket} has got weights of step {step - 1} before its gradient was sent"
+            )
         if bucket.row_bytes:
             messages = self._by_rows(piece, image)
         else:
@@ -381,6 +385,7 @@ class ServerEngine(_Engine):
         self._weights: dict[int, Buffer] = {}  # images, by unit
         # Messages of the newest weights, by piece, where they are not in the image as they are.
         self._made: dict[int, list[Buffer]] = {}
+        self._paused: set[int] = set()  # clients from which nothing is taken for now
         # True for each step begun, False for each end of a phase, in order.
         self._steps: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._begun = self._waited = 0  # steps put into that queue, and taken from it
@@ -438,7 +443,8 @@ class ServerEngine(_Engine):
         self.feed((unit, step, image))
 
     def _idle(self) -> None:
-        owing = self._machine.waiting_for()
+        # It is not for those that pause that anybody waits.
+        owing = {c: buckets for c, buckets in self._machine.waiting_for().items() if c not in self._paused}
         self._was_idle = bool(owing)
         self._on_idle(self.steps_begun - 1, owing)
 
@@ -508,8 +514,10 @@ class ServerEngine(_Engine):
             question = header.question(command.step, command.piece.index)
             self._channel.isend(command.client, command.piece.index, question, partial(hold, question))
         elif isinstance(command, m.Pause):
+            self._paused.add(command.client)
             self._channel.pause(command.client)
         elif isinstance(command, m.Resume):
+            self._paused.discard(command.client)
             self._channel.resume(command.client)
         elif isinstance(command, m.StepBegan):
             # A step that was not to be may be another one's: the server's loop has long ended it.

@@ -301,11 +301,12 @@ class ClientSession(_Session):
         while coming:
             yield self._next_array(coming, like[len(like) - len(coming)])
 
-    @staticmethod
-    def _next_array(coming: deque[tuple[Buffer, threading.Event]], like: Like) -> NDArray[Any]:
+    def _next_array(self, coming: deque[tuple[Buffer, threading.Event]], like: Like) -> NDArray[Any]:
         buffer, arrived = coming.popleft()
+        self.awaited = {SERVER: "owes the model's weights"}
         while not arrived.wait(timeout=1.0):  # in slices, so that an interrupt gets through
             pass
+        self.awaited = {}
         return plain.decode(buffer, like.dtype.name).reshape(tuple(like.shape))
 
     def end_phase(self, state: Arrays, **content: Any) -> Message:
@@ -646,7 +647,8 @@ class ServerSession(_Session):
             weights: called where some client has not got the newest ones: the variables that get a gradient.
             **content: what else to answer.
         """
-        steps = max(message["steps"] for message in said.values())
+        # One that has done more of them may be lost by now.
+        steps = 0 if self.engine is None else self.engine.steps_begun
         if self.engine is not None:
             self.engine.open_phase()
         self.latest.clear()
@@ -666,14 +668,20 @@ class ServerSession(_Session):
         A few at a time, and each is only asked for when it is its turn: there need not be room for copies of all.
         """
         clients = self.clients if clients is None else clients
-        may_start = threading.Semaphore(_ARRAYS_UNDER_WAY * len(clients))
+        may_start = {client: threading.Semaphore(_ARRAYS_UNDER_WAY) for client in clients}
         for tag, array in enumerate(arrays):
             buffer = plain.encode(array)
             for client in clients:
-                _wait(may_start)
-                self._arrays.isend(client, tag, buffer, partial(_let_go, buffer, may_start))
-        for _ in range(_ARRAYS_UNDER_WAY * len(clients)):
-            _wait(may_start)
+                self._wait_until_taken(client, may_start[client])
+                self._arrays.isend(client, tag, buffer, partial(_let_go, buffer, may_start[client]))
+        for client in list(may_start) * _ARRAYS_UNDER_WAY:
+            self._wait_until_taken(client, may_start[client])
+
+    def _wait_until_taken(self, client: int, semaphore: threading.Semaphore) -> None:
+        self.awaited = {client: "has not taken the model's weights"}
+        while not semaphore.acquire(timeout=1.0):  # in slices, so that an interrupt gets through
+            pass
+        self.awaited = {}
 
     def mean_arrays(self, like: Arrays) -> list[NDArray[Any]]:
         """The mean over clients of the arrays that each sends; of those that are not floats, the first client's.
@@ -742,11 +750,6 @@ def _nbytes(like: Like) -> int:
 def _let_go(buffer: Buffer, semaphore: threading.Semaphore) -> None:
     """A buffer's message has left; it was kept until now."""
     semaphore.release()
-
-
-def _wait(semaphore: threading.Semaphore) -> None:
-    while not semaphore.acquire(timeout=1.0):  # in slices, so that an interrupt gets through
-        pass
 
 
 def _describe_difference(

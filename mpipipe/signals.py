@@ -48,12 +48,22 @@ def watch(on_signal: Callable[[int], None]) -> None:
                     time.sleep(_PATIENCE)
                 on_signal(number[0])
 
+    # A process that is forked has the same pipe: what ends it would end this run. From the fork to where the pipe is
+    # forgotten signals wait, for a pool of processes may end one that has hardly begun.
+    masks = threading.local()
+
+    def hold_back() -> None:
+        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
+
+    def let_through() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
+
     def forget() -> None:
-        # A process that is forked has the same pipe: what ends it would end this run.
         signal.set_wakeup_fd(-1)
         os.close(writer)
         if signal.SIGTERM in ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        let_through()
 
-    os.register_at_fork(after_in_child=forget)
+    os.register_at_fork(before=hold_back, after_in_parent=let_through, after_in_child=forget)
     threading.Thread(target=read, name="mpipipe-signals", daemon=True).start()

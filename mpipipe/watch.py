@@ -55,18 +55,28 @@ class Watch:
         self._waits: dict[int, _Wait] = {}
         self._asked: dict[int, float] = {}  # since when a rank is asked
         self._answers: dict[int, tuple[float, dict[str, Any]]] = {}  # its last answer, and when
+        self._elsewhere: dict[int, float] = {}  # when it last was in no step
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mpipipe-watch", daemon=True)
 
     def start(self) -> None:
         """Look from now on, on a thread."""
-        threading.Thread(target=self._run, name="mpipipe-watch", daemon=True).start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more: the network is about to be closed."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def answered(self, rank: int, answer: dict[str, Any]) -> None:
         """A rank has answered. On the transport's thread."""
         self._answers[rank] = (self._clock(), answer)
+        if not answer["in_step"]:
+            self._elsewhere[rank] = self._clock()
 
     def _run(self) -> None:
-        while not self._context.finalized:
-            time.sleep(_PERIOD)
+        while not self._stopped.wait(_PERIOD):
             self.look()
 
     def look(self) -> None:
@@ -100,6 +110,7 @@ class Watch:
             wait.since, wait.due = wait.since + gap, wait.due + gap
         self._asked = {rank: since + gap for rank, since in self._asked.items()}
         self._answers = {rank: (at + gap, answer) for rank, (at, answer) in self._answers.items()}
+        self._elsewhere = {rank: at + gap for rank, at in self._elsewhere.items()}
 
     def _silence(self, rank: int, now: float) -> float:
         """Seconds for which a rank that is asked has not answered."""
@@ -108,8 +119,12 @@ class Watch:
 
     def _is_hopeless(self, rank: int, now: float) -> bool:
         """Whether a rank is gone, or will not get out of its step. A script elsewhere may take as long as it likes."""
-        gone = self._silence(rank, now) >= _GONE_AFTER
-        return gone or (rank in self._answers and bool(self._answers[rank][1]["in_step"]))
+        if self._silence(rank, now) >= _GONE_AFTER:
+            return True
+        # The time in which it was elsewhere does not count: what is awaited may be under way by now.
+        since = max(self._waits[rank].since, self._elsewhere.get(rank, 0.0))
+        in_step = rank in self._answers and bool(self._answers[rank][1]["in_step"])
+        return in_step and now - since >= self._config.stall_abort
 
     def _state(self, rank: int, now: float) -> str:
         silence = self._silence(rank, now)

@@ -34,8 +34,8 @@ class ClientMachine:
         count = len(plan.buckets)
         # The step that each bucket is in: that of its next gradient, or of the weights it waits for.
         self._step = [0] * count
-        # Pieces of that step's weights still to come; 0 before the gradient is ready.
-        self._missing = [0] * count
+        # Pieces of that step's weights still to come, by number; none before the gradient is ready.
+        self._missing: list[set[int]] = [set() for _ in range(count)]
         # Buckets whose next gradient was ready before their weights had come. It cannot depend on those weights.
         self._early: set[int] = set()
         # Buckets whose gradients wait for those of all others, without overlap.
@@ -79,7 +79,7 @@ class ClientMachine:
         if isinstance(event, GradientReady):
             return self._gradient_ready(event.bucket, event.step)
         if isinstance(event, WeightsReceived):
-            return self._weights_received(event.piece.bucket, event.step)
+            return self._weights_received(event.piece, event.step)
         if isinstance(event, GradientSent):
             return self._send(self._window.done(event.piece))
         if isinstance(event, AskedFor):
@@ -89,7 +89,7 @@ class ClientMachine:
         raise ProtocolError(f"a client does not know the event {event}")
 
     def _gradient_ready(self, bucket: int, step: int) -> list[ClientCommand]:
-        waits = self._missing[bucket] > 0
+        waits = bool(self._missing[bucket])
         expected = self._step[bucket] + waits
         if step != expected or bucket in self._early:
             raise ProtocolError(f"bucket {bucket} has a gradient of step {step} where one of step {expected} is next")
@@ -99,7 +99,7 @@ class ClientMachine:
         return self._begin(bucket)
 
     def _begin(self, bucket: int) -> list[ClientCommand]:
-        self._missing[bucket] = len(self._plan.buckets[bucket].pieces)
+        self._missing[bucket] = {piece.index for piece in self._plan.buckets[bucket].pieces}
         self._held.append(bucket)
         if not self._overlap and len(self._held) < len(self._plan.buckets):
             return []
@@ -109,11 +109,14 @@ class ClientMachine:
         self._held.clear()
         return self._send(started)
 
-    def _weights_received(self, bucket: int, step: int) -> list[ClientCommand]:
+    def _weights_received(self, piece: Piece, step: int) -> list[ClientCommand]:
+        bucket = piece.bucket
         if step != self._step[bucket] or not self._missing[bucket]:
             what = "no" if not self._missing[bucket] else f"step {self._step[bucket]}'s"
             raise ProtocolError(f"bucket {bucket} has got weights of step {step} where it waits for {what} weights")
-        self._missing[bucket] -= 1
+        if piece.index not in self._missing[bucket]:
+            raise ProtocolError(f"bucket {bucket} has got its piece {piece.index} of step {step}'s weights twice")
+        self._missing[bucket].discard(piece.index)
         if self._missing[bucket]:
             return []
         commands: list[ClientCommand] = [DeliverWeights(bucket, step)]

@@ -1,6 +1,6 @@
-"""Faults, from seeded schedules, in real mpirun jobs; prints the tally.
+"""Faults, from seeded schedules, in real mpirun jobs and between threads of one process; prints the tallies.
 
-usage: python -m tests.chaos [RUNS]
+usage: python -m tests.chaos [RUNS UNDER mpirun] [RUNS IN ONE PROCESS]
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from collections import Counter
 
-from tests.chaos import launched
+from tests.chaos import inprocess, launched
 
 
-def main(count: int = 40) -> int:
+def main(count: int = 40, in_process: int = 200) -> int:
     """The exit status: 0 if every run has ended as it has to."""
     failed, tally = 0, Counter[str]()
     for seed in range(count):
@@ -23,7 +23,7 @@ def main(count: int = 40) -> int:
     print(f"\n{count} runs")
     for line, times in sorted(tally.items()):
         print(f"{times:5d} {line}")
-    return int(failed > 0)
+    return int(bool(inprocess.main(in_process)) or failed > 0)
 
 
 if __name__ == "__main__":

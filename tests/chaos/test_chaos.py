@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.chaos import launched
+from tests.chaos import inprocess, launched
 
 # Clients die and the others go on; the server dies, and the same script goes on; SIGTERM.
 SEEDS = [launched.KINDS.index(kind) for kind in ("some_clients_die", "the_server_dies", "terminated")]
@@ -12,3 +12,9 @@ SEEDS = [launched.KINDS.index(kind) for kind in ("some_clients_die", "the_server
 def test_chaos_ends_as_it_has_to(seed):
     outcome = launched.run(seed)
     assert outcome.ok, outcome.detail
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_chaos_between_threads_ends_as_it_has_to(seed):
+    outcome = inprocess.run(seed)
+    assert outcome.ok, f"{outcome.faults}: {outcome.outcome}\n{outcome.detail}"
