@@ -32,29 +32,27 @@ def _flag(text: str) -> bool:
     return values[text.strip().lower()]
 
 
-def _format(text: str) -> str:
-    if text not in FORMATS:
-        raise ValueError(text)
-    return text
+@dataclass(frozen=True, slots=True)
+class _OneOf:
+    """Parses one of some words, of which it knows what they are."""
+
+    what: str
+    words: tuple[str, ...]
+
+    def __call__(self, text: str) -> str:
+        if text not in self.words:
+            raise ValueError(text)
+        return text
+
+
+_FORMAT = _OneOf("wire format", tuple(FORMATS))
+_NONFINITE = _OneOf("known way", ("ignore", "warn", "skip", "raise"))
 
 
 def _folder(text: str) -> str:
     """A folder's name; one that no system can have is refused now, and not when it is to be made, at the end."""
     os.fsencode(text)
     if "\0" in text:
-        raise ValueError(text)
-    return text
-
-
-def _seconds(text: str) -> float:
-    return float(text)
-
-
-NONFINITE = ("ignore", "warn", "skip", "raise")
-
-
-def _nonfinite(text: str) -> str:
-    if text not in NONFINITE:
         raise ValueError(text)
     return text
 
@@ -84,18 +82,18 @@ class Config:
     overlap: bool = _setting(
         True, "if not: all gradients are sent after the backward pass, all weights waited for (to compare)", _flag
     )
-    wire: str = _setting("plain", "how float32 gradients travel: plain, or in half the bytes: bf16, fp16", _format)
-    wire_weights: str = _setting("plain", "how float32 weights travel: plain, bf16, fp16", _format)
+    wire: str = _setting("plain", "how float32 gradients travel: plain, or in half the bytes: bf16, fp16", _FORMAT)
+    wire_weights: str = _setting("plain", "how float32 weights travel: plain, bf16, fp16", _FORMAT)
     sparse: bool = _setting(True, "send of an embedding only the rows that have a gradient, or have changed", _flag)
     on_nonfinite: str = _setting(
-        "ignore", "a gradient that is not finite: ignore (as Keras does), warn, skip its step, or raise", _nonfinite
+        "ignore", "a gradient that is not finite: ignore (as Keras does), warn, skip its step, or raise", _NONFINITE
     )
     stall_warning: float = _setting(
-        30.0, "seconds after which it is said who waits for whom, then at every doubling (0: never)", _seconds, 0
+        30.0, "seconds after which it is said who waits for whom, then at every doubling (0: never)", float, 0
     )
     stall_abort: float = _setting(
         600.0, "seconds after which a rank that does not answer, or is stuck in a step, ends the run (0: never)",
-        _seconds, 0,
+        float, 0,
     )  # fmt: skip
     client_progress: bool = _setting(False, "let clients draw Keras's progress bar too", _flag)
     quiet: bool = _setting(True, "silence TensorFlow's start-up messages on all ranks but the server", _flag)
@@ -158,14 +156,12 @@ def _shown(value: Any) -> str:
 
 
 def _type(setting: Any) -> type:
-    return {_bytes: int, int: int, _flag: bool, _seconds: float}.get(setting.metadata["parse"], str)
+    return {_bytes: int, int: int, _flag: bool, float: float}.get(setting.metadata["parse"], str)
 
 
 def _kind(setting: Any) -> str:
-    if setting.metadata["parse"] is _format:
-        return f"wire format ({', '.join(FORMATS)})"
-    if setting.metadata["parse"] is _nonfinite:
-        return f"known way ({', '.join(NONFINITE)})"
+    if isinstance(parse := setting.metadata["parse"], _OneOf):
+        return f"{parse.what} ({', '.join(parse.words)})"
     kinds = {
         bool: "yes or no (1 or 0)",
         int: "whole number (of bytes, such as 4194304 or 4M)",

@@ -84,11 +84,6 @@ class Context:
         return self.size == 1
 
     @property
-    def finalized(self) -> bool:
-        """Whether this rank has left the run, or is about to."""
-        return self._finalized
-
-    @property
     def is_server(self) -> bool:
         """Whether this rank serves."""
         return self.rank == SERVER
@@ -97,6 +92,11 @@ class Context:
     def clients(self) -> range:
         """The ranks that train."""
         return range(1, self.size) if self.size > 1 else range(1)
+
+    @property
+    def remaining(self) -> list[int]:
+        """The clients that have not been lost."""
+        return [client for client in self.clients if client not in self.lost]
 
     @property
     def transport(self) -> Transport:
@@ -145,7 +145,7 @@ class Context:
                 return
             self.lost.append(rank)
             sessions = [session for session in self._sessions if isinstance(session, ServerSession)]
-        left = [client for client in self.clients if client not in self.lost]
+        left = self.remaining
         begun = [session.engine.steps_begun for session in sessions if session.engine is not None]
         if not begun:
             self.fail(f"rank {rank} is lost before training began: {why}")
@@ -225,14 +225,12 @@ class Context:
 
     def fail(self, message: str, code: int = 1) -> None:
         """Say why and end every process of the run."""
-        sys.stderr.write(logs.prefix_lines(self.rank, message))
-        sys.stderr.flush()
+        logs.print_lines(self.rank, message)
         self.abort(code)
 
     def end_alone(self, message: str) -> None:
         """Say why and end this process, as if it had died: the others survive that, and go on."""
-        sys.stderr.write(logs.prefix_lines(self.rank, message))
-        sys.stderr.flush()
+        logs.print_lines(self.rank, message)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def abort(self, code: int = 1) -> None:
@@ -297,7 +295,7 @@ class Context:
 
     def _wait_for_clients(self) -> None:
         """Wait until the clients' scripts have ended; they may not want anything from the server any more."""
-        while there := [client for client in self.clients if client not in {*self._departed, *self.lost}]:
+        while there := [client for client in self.remaining if client not in self._departed]:
             self._leaving = dict.fromkeys(there, _AT_THE_END)
             for client, (_, kind) in self.waiting().items():
                 self._left_behind(f"rank {client} is {PLACES[kind]}")

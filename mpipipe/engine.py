@@ -20,7 +20,7 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -71,6 +71,12 @@ class Wiring:
     number: int = 0
 
 
+def _zeros(nbytes: int) -> Buffer:
+    buffer = aligned(nbytes)
+    buffer[:] = 0
+    return buffer
+
+
 class _Countdown:
     """Calls a function when it has been called itself a number of times, from any threads."""
 
@@ -86,9 +92,21 @@ class _Countdown:
             self._done()
 
 
+# What an engine calls with a step and the buckets of it that each of some ranks owes.
+OnIdle = Callable[[int, Mapping[int, Collection[int]]], None]
+
+
 class _Engine(ABC):
-    def __init__(self, wiring: Wiring, incoming: str, outgoing: str) -> None:
+    """What both engines share.
+
+    ``on_idle`` is called on the engine's thread when nothing has happened for a second, with what is awaited; and, if
+    that was something, once more with nothing when something happens again.
+    """
+
+    def __init__(self, wiring: Wiring, incoming: str, outgoing: str, on_idle: OnIdle) -> None:
         self.plan = wiring.plan
+        self._on_idle = on_idle
+        self._was_idle = False  # whether it has been called with something
         self._wiring = wiring
         self._channel = wiring.channel
         self._incoming, self._outgoing = incoming, outgoing
@@ -185,15 +203,20 @@ class _Engine(ABC):
             try:
                 event = self._events.get(timeout=1.0)
             except queue.Empty:
-                self._idle()
+                step, awaited = self._awaited()
+                self._was_idle = bool(awaited)
+                self._on_idle(step, awaited)
                 continue
             if event is None:
                 return
+            if self._was_idle:
+                self._was_idle = False
+                self._on_idle(self._awaited()[0], {})
             self._handle(event)
 
     @abstractmethod
-    def _idle(self) -> None:
-        """Nothing has happened for a second."""
+    def _awaited(self) -> tuple[int, Mapping[int, Collection[int]]]:
+        """The present step, and the buckets of it that each rank owes for which this one waits."""
 
     @abstractmethod
     def _handle(self, event: Any) -> None: ...
@@ -205,8 +228,7 @@ class ClientEngine(_Engine):
     Args:
         wiring: see :class:`Wiring`.
         deliver: called with each bucket's new weights, on the engine's thread.
-        on_idle: called on the engine's thread when nothing has happened for a second, with the step and the buckets
-            whose new weights it waits for; and with no buckets once something happens again.
+        on_idle: see :class:`_Engine`; the server owes new weights.
         server: the rank that owns the buckets.
     """
 
@@ -214,14 +236,12 @@ class ClientEngine(_Engine):
         self,
         wiring: Wiring,
         deliver: Deliver,
-        on_idle: Callable[[int, list[int]], None] = lambda step, buckets: None,
+        on_idle: OnIdle = lambda step, owing: None,
         server: int = 0,
     ) -> None:
-        super().__init__(wiring, wiring.wire_weights, wiring.wire)
+        super().__init__(wiring, wiring.wire_weights, wiring.wire, on_idle)
         self._machine = ClientMachine(self.plan, wiring.credit_bytes, overlap=wiring.overlap)
         self._deliver = deliver
-        self._on_idle = on_idle
-        self._was_idle = False  # whether it has been called with something
         self._server = server
         # Images by bucket and step, each until all of it is sent; and how many pieces of each bucket's oldest one are.
         self._gradients: list[dict[int, Buffer]] = [{} for _ in self.plan.buckets]
@@ -268,9 +288,6 @@ class ClientEngine(_Engine):
         self.settle()
 
     def _handle(self, event: Any) -> None:
-        if self._was_idle:
-            self._was_idle = False
-            self._on_idle(0, [])
         if isinstance(event, tuple) and len(event) == 3:
             bucket, step, image = event
             self._gradients[bucket][step] = image
@@ -291,10 +308,9 @@ class ClientEngine(_Engine):
             self._settled = self._machine.steps if self._machine.between_steps else None
             self._changed.notify_all()
 
-    def _idle(self) -> None:
+    def _awaited(self) -> tuple[int, Mapping[int, Collection[int]]]:
         step, buckets = self._machine.awaited()
-        self._was_idle = bool(buckets)
-        self._on_idle(step, buckets)
+        return step, {self._server: buckets} if buckets else {}
 
     def _take(self, source: int, message: Buffer) -> m.WeightsReceived | m.AskedFor | None:
         step, number = header.read(message)
@@ -361,8 +377,7 @@ class ServerEngine(_Engine):
         hand_over: called with each unit's mean gradient, on the engine's thread.
         on_nonfinite: called with a client, a bucket and a step for each piece of a gradient that is not finite, on the
             engine's thread; without it nobody looks.
-        on_idle: called on the engine's thread when nothing has happened for a second, with the step that is being
-            served and the buckets of it that each client owes; and with nothing owed once something happens again.
+        on_idle: see :class:`_Engine`; clients owe gradients.
     """
 
     def __init__(
@@ -370,16 +385,14 @@ class ServerEngine(_Engine):
         wiring: Wiring,
         clients: list[int],
         hand_over: Deliver,
-        on_idle: Callable[[int, dict[int, list[int]]], None] = lambda step, owing: None,
+        on_idle: OnIdle = lambda step, owing: None,
         on_nonfinite: Callable[[int, int, int], None] | None = None,
     ) -> None:
-        super().__init__(wiring, wiring.wire, wiring.wire_weights)
+        super().__init__(wiring, wiring.wire, wiring.wire_weights, on_idle)
         self._machine = ServerMachine(self.plan, clients, wiring.credit_bytes, survive=wiring.survive)
         self._clients = clients
         self._hand_over = hand_over
         self._on_nonfinite = on_nonfinite
-        self._on_idle = on_idle
-        self._was_idle = False  # whether it has been called with something
         self._arrived: list[dict[int, Buffer]] = [{} for _ in self.plan.pieces]  # messages, by piece and client
         self._means: dict[int, Buffer] = {}  # of units that are partly reduced
         self._weights: dict[int, Buffer] = {}  # images, by unit
@@ -442,16 +455,12 @@ class ServerEngine(_Engine):
         """The optimizer has updated a unit: the image of its new weights, which must stay untouched."""
         self.feed((unit, step, image))
 
-    def _idle(self) -> None:
+    def _awaited(self) -> tuple[int, Mapping[int, Collection[int]]]:
         # It is not for those that pause that anybody waits.
         owing = {c: buckets for c, buckets in self._machine.waiting_for().items() if c not in self._paused}
-        self._was_idle = bool(owing)
-        self._on_idle(self.steps_begun - 1, owing)
+        return self.steps_begun - 1, owing
 
     def _handle(self, event: Any) -> None:
-        if self._was_idle:
-            self._was_idle = False
-            self._on_idle(self.steps_begun - 1, {})
         if isinstance(event, tuple) and len(event) == 3:
             event = self._take_weights(*event)
         elif isinstance(event, tuple):
@@ -552,10 +561,7 @@ class ServerEngine(_Engine):
         self._means.clear()
         for unit in self.plan.units:
             if unit.index not in self._handed:
-                nothing = rows.none() if unit.row_bytes else aligned(unit.nbytes)
-                if not unit.row_bytes:
-                    nothing[:] = 0
-                self._hand_over(unit.index, nothing)
+                self._hand_over(unit.index, rows.none() if unit.row_bytes else _zeros(unit.nbytes))
         self._forget_step()
 
     def _forget_step(self) -> None:

@@ -37,6 +37,12 @@ def prefix_lines(rank: int, text: str) -> str:
     return "".join(f"[mpipipe {rank}] {line}\n" for line in text.splitlines())
 
 
+def print_lines(rank: int, text: str) -> None:
+    """Print lines with the prefix of the rank, in one write so that those of several ranks do not mix."""
+    sys.stderr.write(prefix_lines(rank, text))
+    sys.stderr.flush()
+
+
 def print_errors_briefly() -> None:
     """Have mpipipe's own errors printed without a traceback, which has nothing to add to what they say."""
     hook = sys.excepthook
@@ -54,7 +60,5 @@ def print_errors_briefly() -> None:
 def print_exception(
     rank: int, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, *, brief: bool
 ) -> None:
-    """Print an exception, in one write so that lines of several ranks do not mix; without its traceback if brief."""
-    text = str(error) if brief else "".join(traceback.format_exception(kind, error, trace))
-    sys.stderr.write(prefix_lines(rank, text))
-    sys.stderr.flush()
+    """Print an exception; without its traceback if brief."""
+    print_lines(rank, str(error) if brief else "".join(traceback.format_exception(kind, error, trace)))

@@ -12,7 +12,8 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -138,6 +139,7 @@ class Inbox:
 class _Session:
     """What both sides share: what was agreed, and the arrays that the server sends outside the steps."""
 
+    _owes: str  # in words: what the other side owes, in a step, of some layers
     _arrays: Channel  # for those arrays
     _variables: tuple[VariableSpec, ...] = ()
     # What the server has decided: the sizes, whether buckets may be updated by pieces, the wire formats, ...
@@ -187,6 +189,19 @@ class _Session:
         recorder.describe(self.number, layers, [bucket.nbytes for bucket in plan.buckets])
         return Wiring(plan, channel, recorder, number=self.number, **shared)
 
+    @contextmanager
+    def _awaiting(self, rank: int, what: str) -> Iterator[None]:
+        """Meanwhile this rank waits for another one, which does, or does not do, this."""
+        self.awaited = {rank: what}
+        try:
+            yield
+        finally:
+            self.awaited = {}
+
+    def _note_owing(self, step: int, owing: Mapping[int, Collection[int]]) -> None:
+        """Nothing has happened for a while, and these ranks owe something. On the engine's thread."""
+        self.owing = {rank: f"{self._owes} {self.layers_of(its)} of step {step}" for rank, its in owing.items()}
+
     def layers_of(self, buckets: Iterable[int]) -> str:
         """The layers in buckets, in words."""
         assert self.plan is not None
@@ -201,6 +216,7 @@ class _Session:
 class ClientSession(_Session):
     """A client's side."""
 
+    _owes = "owes the new weights of"
     engine: ClientEngine | None = None
 
     def __init__(self, context: Context, number: int) -> None:
@@ -229,9 +245,8 @@ class ClientSession(_Session):
         return self._answer()
 
     def _answer(self) -> Message:
-        self.awaited = {SERVER: "owes an answer, for which others may be waited for"}
-        answer = self.inbox.take(SERVER)
-        self.awaited = {}
+        with self._awaiting(SERVER, "owes an answer, for which others may be waited for"):
+            answer = self.inbox.take(SERVER)
         if "error" in answer:
             raise DisagreementError(answer["error"])
         return answer
@@ -280,11 +295,6 @@ class ClientSession(_Session):
         self.engine = ClientEngine(self._wiring(self.plan), deliver, self._note_owing, SERVER)
         return bool(answer["skip_first"])
 
-    def _note_owing(self, step: int, buckets: list[int]) -> None:
-        """Nothing has happened for a while, and this rank waits for new weights. On the engine's thread."""
-        what = f"owes the new weights of {self.layers_of(buckets)} of step {step}"
-        self.owing = {SERVER: what} if buckets else {}
-
     def receive_arrays(self, like: Sequence[Like]) -> Iterator[NDArray[Any]]:
         """What the server sends by :meth:`ServerSession.send_arrays`, in order; it has to be taken to the end.
 
@@ -303,10 +313,9 @@ class ClientSession(_Session):
 
     def _next_array(self, coming: deque[tuple[Buffer, threading.Event]], like: Like) -> NDArray[Any]:
         buffer, arrived = coming.popleft()
-        self.awaited = {SERVER: "owes the model's weights"}
-        while not arrived.wait(timeout=1.0):  # in slices, so that an interrupt gets through
-            pass
-        self.awaited = {}
+        with self._awaiting(SERVER, "owes the model's weights"):
+            while not arrived.wait(timeout=1.0):  # in slices, so that an interrupt gets through
+                pass
         return plain.decode(buffer, like.dtype.name).reshape(tuple(like.shape))
 
     def end_phase(self, state: Arrays, **content: Any) -> Message:
@@ -348,6 +357,7 @@ class ClientSession(_Session):
 class ServerSession(_Session):
     """The server's side."""
 
+    _owes = "owes"
     engine: ServerEngine | None = None
 
     def __init__(self, context: Context, number: int) -> None:
@@ -367,7 +377,7 @@ class ServerSession(_Session):
     @property
     def clients(self) -> list[int]:
         """The ranks that train: all that have not been lost."""
-        return [client for client in self._context.clients if client not in self._context.lost]
+        return self._context.remaining
 
     def client_lost(self, client: int) -> None:
         """A client's process has died, or is given up."""
@@ -412,9 +422,8 @@ class ServerSession(_Session):
         """
         said: dict[int, Message] = {}
         for client in self.clients:
-            self.awaited = {client: f"is awaited {PLACES[kind]}"}
-            message = self.inbox.take(client, lambda: self._fail_if_elsewhere([client], PLACES[kind]))  # noqa: B023
-            self.awaited = {}
+            with self._awaiting(client, f"is awaited {PLACES[kind]}"):
+                message = self.inbox.take(client, lambda: self._fail_if_elsewhere([client], PLACES[kind]))  # noqa: B023
             if client in self._context.lost:
                 said.pop(client, None)
                 continue
@@ -596,12 +605,11 @@ class ServerSession(_Session):
             skipped = "; the step is skipped on all ranks" if wanted == "skip" else ""
             logger.warning("%s%s (%d such so far)", what, skipped, self._nonfinite)
 
-    def _note_owing(self, step: int, owing: dict[int, list[int]]) -> None:
-        """Nothing has happened for a while, and these clients owe gradients. On the engine's thread."""
-        self.owing = {c: f"owes {self.layers_of(buckets)} of step {step}" for c, buckets in owing.items()}
+    def _note_owing(self, step: int, owing: Mapping[int, Collection[int]]) -> None:
+        super()._note_owing(step, owing)
         self._fail_if_owing_elsewhere(owing)
 
-    def _fail_if_owing_elsewhere(self, owing: dict[int, list[int]]) -> None:
+    def _fail_if_owing_elsewhere(self, owing: Iterable[int]) -> None:
         """Fail if a client that owes gradients of a step waits in another optimizer's round."""
         waiting = self._context.waiting()
         for client in owing:
@@ -678,10 +686,9 @@ class ServerSession(_Session):
             self._wait_until_taken(client, may_start[client])
 
     def _wait_until_taken(self, client: int, semaphore: threading.Semaphore) -> None:
-        self.awaited = {client: "has not taken the model's weights"}
-        while not semaphore.acquire(timeout=1.0):  # in slices, so that an interrupt gets through
-            pass
-        self.awaited = {}
+        with self._awaiting(client, "has not taken the model's weights"):
+            while not semaphore.acquire(timeout=1.0):  # in slices, so that an interrupt gets through
+                pass
 
     def mean_arrays(self, like: Arrays) -> list[NDArray[Any]]:
         """The mean over clients of the arrays that each sends; of those that are not floats, the first client's.
@@ -704,10 +711,10 @@ class ServerSession(_Session):
             for tag, buffer in enumerate(buffers):
                 self._arrays.irecv(client, tag, buffer, arrived[client].release)
         for client, semaphore in arrived.items():
-            for _ in like[client]:
-                while not semaphore.acquire(timeout=1.0) and client not in self._context.lost:
-                    self.awaited = {client: "owes the model's state"}
-        self.awaited = {}
+            with self._awaiting(client, "owes the model's state"):
+                for _ in like[client]:
+                    while not semaphore.acquire(timeout=1.0) and client not in self._context.lost:
+                        pass
         return {client: buffers for client, buffers in parts.items() if client not in self._context.lost}
 
     @staticmethod

@@ -77,19 +77,18 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         """
         self.set_model(model)  # as Keras does when training begins
         found = files.newest(self.path)
-        self._base, self._states = 0, {}
+        self._base = 0
+        self._states: dict[int, dict[str, Any]] = {}  # by client, as local_state has it
         if found is None:
             return None
         path, checkpoint = found
         manifest, arrays = checkpoint.manifest, checkpoint.arrays
-        variables = self._variables()
-        try:
-            known = {"epoch", "batch", "steps", "stopped", "clients"} <= set(manifest)
-            values = [arrays[f"server/{position}"] for position in range(len(variables))]
-        except KeyError:
-            known = False
-        if not known or f"server/{len(variables)}" in arrays:
+        variables = self.variables
+        known = {"epoch", "batch", "steps", "stopped", "clients"} <= set(manifest)
+        names = [_of_server(position) for position in range(len(variables))]
+        if not known or {name for name in arrays if name.startswith(_SERVER)} != set(names):
             raise CheckpointError(f"{path} is of another model or optimizer, with another number of variables")
+        values = [arrays[name] for name in names]
         for variable, value in zip(variables, values, strict=True):
             if tuple(variable.shape) != value.shape or compat.dtype_name(variable) != value.dtype.name:
                 here = f"{tuple(variable.shape)} {compat.dtype_name(variable)}"
@@ -101,27 +100,29 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
             variable.assign(value)
         self._base = self._written = int(manifest["steps"])
         for client in manifest["clients"]:
-            names = [name for name in arrays if name.startswith(f"client/{client}/")]
-            self._states[int(client)] = {name.split("/", 2)[2]: arrays[name] for name in names}
+            start = f"client/{client}/"
+            own = {name.removeprefix(start): value for name, value in arrays.items() if name.startswith(start)}
+            self._states[int(client)] = own
         logger.info(
             "going on from %s: epoch %d, after %d batches of it", path, manifest["epoch"] + 1, manifest["batch"]
         )
         return dict(manifest)
 
-    def state_of(self, client: int) -> dict[str, Any] | None:
-        """What a client is to take over, once it has all that the server has; None if nothing was saved of it."""
-        return pack(self._states[client]) if client in self._states else None
+    def states_of(self, clients: list[int]) -> dict[int, dict[str, Any]]:
+        """What each client is to take over, once it has all that the server has, as a message has it.
 
-    def clients_states_are_whole(self, clients: list[int]) -> bool:
-        """Whether there is a state of each client, and of no other; said, if it is not so."""
-        if not self._states or set(self._states) == set(clients):
-            return bool(self._states)
-        logger.warning(
-            "the checkpoint was written with %d clients, now there are %d: training goes on, but not as it would have",
-            len(self._states),
-            len(clients),
-        )
-        return False
+        Nothing where the checkpoint is not of just these clients; which is said, if it is of others.
+        """
+        if set(self._states) == set(clients):
+            return {client: pack(state) for client, state in self._states.items()}
+        if self._states:
+            logger.warning(
+                "the checkpoint was written with %d clients, now there are %d: training goes on, but not as it would "
+                "have",
+                len(self._states),
+                len(clients),
+            )
+        return {}
 
     # Saving.
 
@@ -134,14 +135,13 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         """Training begins, from what :meth:`restore` has returned."""
         self._works = True
         self._optimizer = self.model.optimizer
-        self._inner = getattr(self._optimizer, "inner", self._optimizer)
         self._alone = running.init().alone
         self._batch = 0 if manifest is None else int(manifest["batch"])  # of the epoch in which it goes on
         self._epochs: list[tuple[int, int, int]] = []  # (epoch, the step that it begins with, its first batch)
         self._last = time.monotonic()
         self._at: int | None = None  # the step after which clients have been told to say their state
         self._due = False
-        self._snapshot = Snapshot(self._variables())
+        self._snapshot = Snapshot(self.variables)
         self._work: queue.SimpleQueue[tuple[Any, ...] | int | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write_all, name="mpipipe-checkpoint", daemon=True)
         self._writer.start()
@@ -211,12 +211,14 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
             running.init().savers.remove(self._save_now)
 
     def _steps(self) -> int:
-        return int(self._inner.iterations) if self._alone else int(self._optimizer.steps)
+        return int(self._optimizer.iterations) if self._alone else int(self._optimizer.steps)
 
     def _batches_a_step(self) -> int:
         return 1 if self._alone else int(self._optimizer.batches_a_step)
 
-    def _variables(self) -> list[Any]:
+    @property
+    def variables(self) -> list[Any]:
+        """All that is saved of the server."""
         inner = getattr(self.model.optimizer, "inner", self.model.optimizer)
         return [*self.model.weights, *inner.variables]
 
@@ -239,8 +241,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
                 self._optimizer.session.saves.discard(lambda said: said["epoch"] < work)  # noqa: B023
                 continue
             manifest, values, epoch, steps, boundary, own = work
-            arrays = {f"server/{position}": value.numpy() for position, value in enumerate(values)}
-            clients = {}
+            arrays, clients = _server_arrays(values), {}
             for client, state in (own or self._clients_say(epoch, steps)).items():
                 # At the end of an epoch all have the server's statistics.
                 kept = {name: value for name, value in state.items() if not (boundary and name.startswith("state/"))}
@@ -284,9 +285,18 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         manifest = {"epoch": epoch, "batch": batch, "steps": self._number(steps), "stopped": False, "clients": {}}
         if self._number(steps) == self._written:
             return str(self.path)
-        arrays = {f"server/{position}": value.numpy() for position, value in enumerate(values)}
-        path = self._write(manifest, arrays)
-        return str(path or "")
+        return str(self._write(manifest, _server_arrays(values)) or "")
+
+
+_SERVER = "server/"  # begins the names of arrays of the server
+
+
+def _of_server(position: int) -> str:
+    return f"{_SERVER}{position}"
+
+
+def _server_arrays(values: list[Any]) -> dict[str, Any]:
+    return {_of_server(position): value.numpy() for position, value in enumerate(values)}
 
 
 class Skip:

@@ -416,17 +416,15 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         if self._updater.all_rows != again:
             self._updater.all_rows = again
 
-    def keep_snapshots(self, variables: Sequence[Any] | None = None) -> None:
-        """On the server: from the next step on, know what was before it, of these variables and the optimizer's."""
-        if self._snapshot is None or variables is not None:
-            variables = self._trainable_variables if variables is None else variables
-            self._snapshot = Snapshot([*variables, *self.inner.variables])
+    def keep_snapshots(self, variables: Sequence[Any]) -> None:
+        """On the server: from the next step on, know what was before it, of weights and slots at least."""
+        self._snapshot = Snapshot(variables)
 
     @property
     def snapshot(self) -> tuple[int, list[Any]] | None:
         """On the server, from any thread: steps done before the one that was served last, and what was then.
 
-        That is the model's weights and the optimizer's variables; None where nobody has asked for it.
+        That is the values of the variables given to :meth:`keep_snapshots`; None where nobody has asked for it.
         """
         return self._before
 
@@ -641,8 +639,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
                 on_nonfinite=self._context.config.on_nonfinite,
                 redoes=self._context.transport.survives,
             )
-            if self._context.transport.survives:
-                self.keep_snapshots()
+            if self._context.transport.survives and self._snapshot is None:
+                self.keep_snapshots([*self._trainable_variables, *self.inner.variables])
             session.engine.start()
         else:
             assert gradients is not None

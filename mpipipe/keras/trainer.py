@@ -255,10 +255,8 @@ class _ServerFit:
         model, optimizer = self.model, self.optimizer
         optimizer.build(model.trainable_variables)
         manifest = saving.restore(model)
-        clients = optimizer.session.clients
-        if manifest is not None and saving.clients_states_are_whole(clients):
-            optimizer.states = {client: saving.state_of(client) for client in clients}
-        optimizer.keep_snapshots(model.weights)
+        optimizer.states = saving.states_of(optimizer.session.clients)
+        optimizer.keep_snapshots(saving.variables)
         saving.begin(manifest)
         return manifest
 

@@ -326,18 +326,18 @@ class Snapshot:
     A value that is read shares the variable's memory, and TensorFlow copies that before it writes to what is shared.
 
     Args:
-        variables: trainable variables, an optimizer's; one may come twice.
+        variables: what to know of, in the order of the values.
     """
 
     def __init__(self, variables: Sequence[Any]) -> None:
-        natives = [compat.native(variable) for variable in variables]
-        self._variables = list({native._unique_id: native for native in natives}.values())
-        self._read = tf.function(lambda: [v.read_value() for v in self._variables], autograph=False)
+        self._variables = [compat.native(variable) for variable in variables]
+        read = tf.function(lambda: [v.read_value() for v in self._variables], autograph=False)
+        self._read = read.get_concrete_function()
         self.values: list[Any] = []
 
     def take(self) -> None:
         """Have the values that the variables have now."""
-        self.values = self._read.get_concrete_function()()
+        self.values = self._read()
 
     def put_back(self) -> None:
         """Have the variables as they were."""

@@ -76,6 +76,11 @@ class Network:
         with self._lock:
             if self.survives and rank not in self._dead:
                 self._news.extend((other, rank) for other in range(self.size) if other not in self._dead | {rank})
+        self.forget(rank)
+
+    def forget(self, rank: int) -> None:
+        """As :meth:`kill`, but nobody is told."""
+        with self._lock:
             self._dead.add(rank)
             self._lock.notify_all()
 
@@ -209,9 +214,7 @@ class InprocTransport(Transport):
 
     def forget(self, rank: int) -> None:
         """See :meth:`Transport.forget`: the rank is dead to all, who are not told."""
-        with self._network._lock:
-            self._network._dead.add(rank)
-            self._network._lock.notify_all()
+        self._network.forget(rank)
 
     def abort(self, code: int) -> None:
         """See :meth:`Transport.abort`: the network stops."""

@@ -242,11 +242,11 @@ class MPITransport(Transport):
         except MPI.Exception as error:
             # The statuses are those of the requests that have ended, in the order of their positions.
             ended = [position for position, request in enumerate(self._requests) if request == MPI.REQUEST_NULL]
-            failed = [p for p, status in zip(ended, self._statuses, strict=False) if status.Get_error() != MPI.SUCCESS]
-            kinds = {self._statuses[ended.index(position)].Get_error() for position in failed}
-            if error.Get_error_class() != MPI.ERR_IN_STATUS or not kinds <= {MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED}:
+            errors = {p: status.Get_error() for p, status in zip(ended, self._statuses, strict=False)}
+            expected = {MPI.SUCCESS, MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED}
+            if error.Get_error_class() != MPI.ERR_IN_STATUS or not {*errors.values()} <= expected:
                 raise
-            return ended, failed
+            return ended, [position for position, code in errors.items() if code != MPI.SUCCESS]
 
     def _note_lost(self) -> None:
         """Say which ranks have died since the last time."""

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.mpi.harness import ROOT, _launcher
+from tests.mpi.harness import ROOT, launcher_of
 
 SCRIPT = Path(__file__).parent / "script.py"
 EVERY = 7
@@ -70,7 +70,7 @@ def launch(
     meanwhile: Callable[[subprocess.Popen[str], list[str]], None] | None = None,
 ) -> Launch:
     """Run the script; ``meanwhile`` is called with the launcher and the growing list of lines once it is under way."""
-    launcher, environ = _launcher(mpi)
+    launcher, environ = launcher_of(mpi)
     mark = f"mpipipe-chaos-{uuid.uuid4().hex}"
     environ |= {
         "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "CHAOS": faults,
@@ -335,7 +335,7 @@ KINDS = (*SURVIVING, *OTHERS)
 def run(seed: int) -> Outcome:
     """The run of a seed."""
     kind = KINDS[seed % len(KINDS)]
-    # The stopped ranks are ended by the launcher, which only Open MPI's does.
+    # Only Open MPI survives; the other kinds come on both by turns.
     mpi = "openmpi" if kind in SURVIVING or seed // len(KINDS) % 2 == 0 else "mpich"
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

@@ -45,7 +45,7 @@ def mpirun(
 
     ``options`` are the launcher's. An environment variable that is given as an empty text is not set.
     """
-    launcher, environ = _launcher(mpi)
+    launcher, environ = launcher_of(mpi)
     environ |= {
         "PYTHONPATH": str(ROOT),
         "PYTHONUNBUFFERED": "1",
@@ -85,7 +85,8 @@ def _end(process: subprocess.Popen[str]) -> str:
         return process.communicate()[0]
 
 
-def _launcher(mpi: str) -> tuple[list[str], dict[str, str]]:
+def launcher_of(mpi: str) -> tuple[list[str], dict[str, str]]:
+    """An MPI's command line, and the environment in which it is to run."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("MPIPIPE_", "OMPI_", "PMI"))}
     if mpi == "openmpi":
         environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

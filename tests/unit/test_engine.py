@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ranks import Ranks, dense, image_of, image_of_rows, plan_of, run_ranks
 
-from mpipipe.engine import ClientEngine, ServerEngine, Wiring
+from mpipipe.engine import ClientEngine, OnIdle, ServerEngine, Wiring
 from mpipipe.errors import DisagreementError, ProtocolError
 from mpipipe.protocol import messages as m
 from mpipipe.protocol.plan import Plan, VariableSpec, make_plan
@@ -719,7 +719,7 @@ class Wire:
         self.engine = ClientEngine(self._wiring(1, **settings), self._deliver)
         return self.engine
 
-    def server(self, on_idle: Callable[[dict[int, list[int]]], None] = lambda owing: None, **settings: Any) -> Any:
+    def server(self, on_idle: OnIdle = lambda step, owing: None, **settings: Any) -> Any:
         """An engine on rank 0; rank 1 takes what it sends to it."""
         self.channels[1].listen(0, 1 << 16, 4, self._arrived)
         clients = list(range(1, self.network.size))
