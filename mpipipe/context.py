@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import queue
 import signal
@@ -69,6 +70,7 @@ class Context:
         self._lock = threading.Lock()
         self._departed: dict[int, dict[str, int]] = {}
         self._bye = threading.Event()
+        self._left: set[int] = set()  # the clients that need nothing more from this rank
         self._leaving: dict[int, str] = {}  # whom this rank waits for at the end
         # The clients' timelines, with what to add to their clocks; and what the server's clock said, and when.
         self._timelines: dict[int, tuple[dict[str, Any], float]] = {}
@@ -141,6 +143,8 @@ class Context:
                 self.fail(f"the server (rank 0) is lost: {why}")
             return
         with self._lock:
+            if rank in self._departed:
+                self._left.add(rank)
             if rank in self.lost or rank in self._departed:
                 return
             self.lost.append(rank)
@@ -209,7 +213,10 @@ class Context:
         elif message["kind"] == "time":
             self._times.put((message["time"], time.monotonic()))
         elif message["kind"] == "bye":
+            self.lost = message["lost"]
             self._bye.set()
+        elif message["kind"] == "left":
+            self._left.add(source)
         else:
             with self._lock:
                 if message["session"] < len(self._sessions):
@@ -251,6 +258,11 @@ class Context:
         logs.print_exception(self.rank, kind, error, trace, brief=brief)
         self.abort(1)
 
+    @property
+    def exit_status(self) -> int:
+        """What this process ends with."""
+        return self.exit_code if isinstance(self.exit_code, int) else int(self.exit_code is not None)
+
     def finalize(self) -> None:
         """Leave the run in an orderly way; every rank comes here, at the latest when its script has ended."""
         if self._finalized:
@@ -259,8 +271,7 @@ class Context:
         if self.alone:
             return
         if self.exit_code not in (None, 0):
-            code = self.exit_code if isinstance(self.exit_code, int) else 1
-            self.fail(f"this rank called sys.exit({self.exit_code!r}): ending the run on all ranks", code)
+            self.fail(f"this rank called sys.exit({self.exit_code!r}): ending the run on all ranks", self.exit_status)
         if self.busy:
             self.fail(f"this rank's script ended in the middle of {self.busy}: ending the run on all ranks")
         if self.is_server:
@@ -284,6 +295,8 @@ class Context:
             content |= {"timeline": self.recorder.export(), "offset": offset}
         self.transport.send_control(SERVER, content)
         self._bye.wait()
+        if self.lost:
+            self.transport.send_control(SERVER, {"kind": "left"})
         self._leaving = {}
 
     def _ask_the_time(self) -> tuple[float, float, float]:
@@ -303,9 +316,13 @@ class Context:
                 if isinstance(session, ServerSession) and session.engine and session.engine.step_waits:
                     self._left_behind("clients go on with another step")
             time.sleep(0.02)
-        self._leaving = {}
         for client in self._departed:
-            self.transport.send_control(client, {"kind": "bye"})
+            self.transport.send_control(client, {"kind": "bye", "lost": self.lost})
+        # Where ranks are lost, none waits for the others in MPI_Finalize: the server is the last to leave.
+        while self.lost and (there := [client for client in self.remaining if client not in self._left]):
+            self._leaving = dict.fromkeys(there, _AT_THE_END)
+            time.sleep(0.02)
+        self._leaving = {}
 
     def _left_behind(self, what: str) -> None:
         self.fail(
@@ -360,6 +377,21 @@ def init(**settings: Any) -> Context:
     return context
 
 
+@atexit.register  # with the module, so that it comes after all that was registered later, and that is nearly all
+def _end_without_mpi_finalize() -> None:
+    """Where ranks are lost, end this process at once: MPI_Finalize may wait for them (with Open MPI 5.0, one in 20)."""
+    if _current is None or not _current.lost:
+        return
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.terminate()
+        process.join()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_current.exit_status)
+
+
 def finalize() -> None:
     """Leave the run; implied by the end of the script. Collective: waits until every rank has come here."""
     if _current is not None:
@@ -411,6 +443,7 @@ def _install_hooks(context: Context) -> None:
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if context._finalized:
+            context.exit_code = 1
             hook(kind, error, trace)
         else:
             context.end_with(kind, error, trace)
