@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # Seconds for which a rank that knows of an error shared by all waits to be ended by the rank that prints it.
 _GRACE = 5.0
+# Seconds that MPI may take to end the run.
+_ABORT_GRACE = 5.0
 # Seconds within which the server ends the run where all ranks got SIGTERM.
 _TERM_GRACE = 4.0
 # How often a rank asks the server for the time, to put its timeline on the server's clock.
@@ -244,6 +246,10 @@ class Context:
         """End every process of the run."""
         # Where nobody else is left there is nobody to end, and mpirun would say that all went well.
         if self._transport is not None and len(self.lost) < self.size - 1:
+            # Where this host is cut off the launcher cannot be told, and MPI waits until it can.
+            guard = threading.Timer(_ABORT_GRACE, os._exit, [code])
+            guard.daemon = True
+            guard.start()
             self._transport.abort(code)
         os._exit(code)
 

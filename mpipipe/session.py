@@ -56,6 +56,8 @@ SERVER = 0
 
 # How many arrays at most are on their way to a client outside the steps.
 _ARRAYS_UNDER_WAY = 4
+# What a rank does for which another one waits, in words.
+_MEASURES = "is measuring the network"
 
 # Seconds for which the first metrics of an epoch may be late.
 _PATIENCE = 0.2
@@ -183,16 +185,21 @@ class _Session:
         shared = {name: self._agreed[name] for name in ("credit_bytes", "wire", "wire_weights", "overlap")}
         shared |= {name: self._agreed[name] for name in ("average", "sum_rows")}
         shared["survive"] = self._context.transport.survives
-        channel = self._context.transport.open_channel()
+        channel = self._open_channel()
         recorder = self._context.recorder
         layers = ["+".join(dict.fromkeys(plan.variables[v].layer for v in b.variables)) for b in plan.buckets]
         recorder.describe(self.number, layers, [bucket.nbytes for bucket in plan.buckets])
         return Wiring(plan, channel, recorder, number=self.number, **shared)
 
+    def _open_channel(self) -> Channel:
+        others = self._context.remaining if self._context.is_server else [SERVER]
+        with self._awaiting(others, "is opening a channel, or has yet to"):
+            return self._context.transport.open_channel()
+
     @contextmanager
-    def _awaiting(self, rank: int, what: str) -> Iterator[None]:
-        """Meanwhile this rank waits for another one, which does, or does not do, this."""
-        self.awaited = {rank: what}
+    def _awaiting(self, ranks: Iterable[int], what: str) -> Iterator[None]:
+        """Meanwhile this rank waits for others, which do, or do not do, this."""
+        self.awaited = dict.fromkeys(ranks, what)
         try:
             yield
         finally:
@@ -245,7 +252,7 @@ class ClientSession(_Session):
         return self._answer()
 
     def _answer(self) -> Message:
-        with self._awaiting(SERVER, "owes an answer, for which others may be waited for"):
+        with self._awaiting([SERVER], "owes an answer, for which others may be waited for"):
             answer = self.inbox.take(SERVER)
         if "error" in answer:
             raise DisagreementError(answer["error"])
@@ -271,9 +278,10 @@ class ClientSession(_Session):
         self._exact = tuple(exact)
         # The server's names: Keras may have numbered layers differently here, and they decide what shares a bucket.
         self._variables = planning.from_json(answer["variables"])
-        self._arrays = self._context.transport.open_channel()
+        self._arrays = self._open_channel()
         if answer["measures"]:
-            links.take_part(self._arrays, SERVER)
+            with self._awaiting([SERVER], _MEASURES):
+                links.take_part(self._arrays, SERVER)
         self._agreed = self._answer()
         return self._agreed
 
@@ -313,7 +321,7 @@ class ClientSession(_Session):
 
     def _next_array(self, coming: deque[tuple[Buffer, threading.Event]], like: Like) -> NDArray[Any]:
         buffer, arrived = coming.popleft()
-        with self._awaiting(SERVER, "owes the model's weights"):
+        with self._awaiting([SERVER], "owes the model's weights"):
             while not arrived.wait(timeout=1.0):  # in slices, so that an interrupt gets through
                 pass
         return plain.decode(buffer, like.dtype.name).reshape(tuple(like.shape))
@@ -422,7 +430,7 @@ class ServerSession(_Session):
         """
         said: dict[int, Message] = {}
         for client in self.clients:
-            with self._awaiting(client, f"is awaited {PLACES[kind]}"):
+            with self._awaiting([client], f"is awaited {PLACES[kind]}"):
                 message = self.inbox.take(client, lambda: self._fail_if_elsewhere([client], PLACES[kind]))  # noqa: B023
             if client in self._context.lost:
                 said.pop(client, None)
@@ -508,9 +516,10 @@ class ServerSession(_Session):
         nbytes = sum(variable.nbytes for variable in variables)
         measures = config.piece_bytes is None and context.link is None
         self.answer("agree", variables=planning.to_json(variables), measures=measures)
-        self._arrays = context.transport.open_channel()
+        self._arrays = self._open_channel()
         if measures:
-            context.link = links.measure(self._arrays, self.clients)
+            with self._awaiting(self.clients, _MEASURES):
+                context.link = links.measure(self._arrays, self.clients)
         if config.piece_bytes is None:
             assert context.link is not None
             auto = links.choose_sizes(context.link, nbytes, len(self.clients))
@@ -686,7 +695,7 @@ class ServerSession(_Session):
             self._wait_until_taken(client, may_start[client])
 
     def _wait_until_taken(self, client: int, semaphore: threading.Semaphore) -> None:
-        with self._awaiting(client, "has not taken the model's weights"):
+        with self._awaiting([client], "has not taken the model's weights"):
             while not semaphore.acquire(timeout=1.0):  # in slices, so that an interrupt gets through
                 pass
 
@@ -711,7 +720,7 @@ class ServerSession(_Session):
             for tag, buffer in enumerate(buffers):
                 self._arrays.irecv(client, tag, buffer, arrived[client].release)
         for client, semaphore in arrived.items():
-            with self._awaiting(client, "owes the model's state"):
+            with self._awaiting([client], "owes the model's state"):
                 for _ in like[client]:
                     while not semaphore.acquire(timeout=1.0) and client not in self._context.lost:
                         pass

@@ -120,7 +120,9 @@ class Watch:
     def _is_hopeless(self, rank: int, now: float) -> bool:
         """Whether a rank is gone, or will not get out of its step. A script elsewhere may take as long as it likes."""
         if self._silence(rank, now) >= _GONE_AFTER:
-            return True
+            # One that has answered until now may be about to answer again.
+            heard = self._answers[rank][0] if rank in self._answers else 0.0
+            return now - max(self._waits[rank].since, heard) >= self._config.stall_abort
         # The time in which it was elsewhere does not count: what is awaited may be under way by now.
         since = max(self._waits[rank].since, self._elsewhere.get(rank, 0.0))
         in_step = rank in self._answers and bool(self._answers[rank][1]["in_step"])
