@@ -126,10 +126,16 @@ class Pacer:
         self._last = dict.fromkeys(self._ahead, -1)
 
     def received(self, client: int, piece: Piece, step: int) -> list[Pause | Resume | AskFor]:
-        """A piece has come from a client: returns what to do."""
+        """A piece has come from a client: returns what to do.
+
+        Raises:
+            ProtocolError: it has sent one of them twice.
+        """
         bucket, pieces = piece.bucket, len(self._plan.buckets[piece.bucket].pieces)
         self._ahead[client] += piece.nbytes
         self._sent[client][bucket] += 1
+        if self._sent[client][bucket] > pieces:
+            raise ProtocolError(f"rank {client} has sent more pieces of bucket {bucket} in step {step} than it has")
         self._step[bucket] = step
         if self._sent[client][bucket] < pieces:
             self._partial[client].add(bucket)

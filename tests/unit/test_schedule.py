@@ -362,6 +362,14 @@ def test_a_client_pauses_when_it_is_ahead_of_another_by_more_than_the_slack_and_
     assert come(pacer, 1, plan.pieces[4:5]) == [Pause(1)]
 
 
+def test_a_piece_that_comes_twice_is_an_error():
+    plan = plan_of([2 * KIB_IN_FLOATS, 4 * KIB_IN_FLOATS], piece_bytes=1024)
+    pacer = Pacer(plan, [1, 2], 1024)
+    come(pacer, 1, plan.buckets[1].pieces)
+    with pytest.raises(ProtocolError, match="rank 1 has sent more pieces of bucket 1 in step 0 than it has"):
+        come(pacer, 1, plan.buckets[1].pieces[:1])
+
+
 def test_a_client_pauses_for_the_one_that_has_sent_least():
     plan = plan_of([8 * KIB_IN_FLOATS], piece_bytes=1024)
     pacer = Pacer(plan, [1, 2, 3], 2048)
