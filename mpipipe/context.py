@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -246,11 +247,11 @@ class Context:
         """End every process of the run."""
         # Where nobody else is left there is nobody to end, and mpirun would say that all went well.
         if self._transport is not None and len(self.lost) < self.size - 1:
-            # Where this host is cut off the launcher cannot be told, and MPI waits until it can.
-            guard = threading.Timer(_ABORT_GRACE, os._exit, [code])
-            guard.daemon = True
-            guard.start()
-            self._transport.abort(code)
+            # Where this host is cut off the launcher cannot be told, and MPI waits until it can, with the interpreter's
+            # lock in its hands, so that none of its threads could end this process.
+            with open(os.devnull, "w") as nowhere:
+                faulthandler.dump_traceback_later(_ABORT_GRACE, exit=True, file=nowhere)
+                self._transport.abort(code)
         os._exit(code)
 
     def end_with(self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
