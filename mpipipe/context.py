@@ -148,7 +148,8 @@ class Context:
         with self._lock:
             if rank in self._departed:
                 self._left.add(rank)
-            if rank in self.lost or rank in self._departed:
+                return
+            if rank in self.lost:
                 return
             self.lost.append(rank)
             sessions = [session for session in self._sessions if isinstance(session, ServerSession)]

@@ -99,7 +99,7 @@ class Watch:
             if self._config.stall_warning and now >= wait.due:
                 wait.due = now + max(waited, self._config.stall_warning)
                 logger.warning("%s", said)
-            if self._config.stall_abort and waited >= self._config.stall_abort and self._is_hopeless(rank, now):
+            if self._config.stall_abort and self._is_hopeless(rank, now):
                 self._context.give_up(rank, said)
 
     def _do_not_count(self, gap: float) -> None:
@@ -119,14 +119,15 @@ class Watch:
 
     def _is_hopeless(self, rank: int, now: float) -> bool:
         """Whether a rank is gone, or will not get out of its step. A script elsewhere may take as long as it likes."""
+        answered, answer = self._answers.get(rank, (0.0, {"in_step": False}))
         if self._silence(rank, now) >= _GONE_AFTER:
-            # One that has answered until now may be about to answer again.
-            heard = self._answers[rank][0] if rank in self._answers else 0.0
-            return now - max(self._waits[rank].since, heard) >= self._config.stall_abort
-        # The time in which it was elsewhere does not count: what is awaited may be under way by now.
-        since = max(self._waits[rank].since, self._elsewhere.get(rank, 0.0))
-        in_step = rank in self._answers and bool(self._answers[rank][1]["in_step"])
-        return in_step and now - since >= self._config.stall_abort
+            last = answered  # one that has answered until now may be about to answer again
+        elif answer["in_step"]:
+            # The time in which it was elsewhere does not count: what is awaited may be under way by now.
+            last = self._elsewhere.get(rank, 0.0)
+        else:
+            return False
+        return now - max(self._waits[rank].since, last) >= self._config.stall_abort
 
     def _state(self, rank: int, now: float) -> str:
         silence = self._silence(rank, now)

@@ -50,13 +50,18 @@ class Launch:
 
     @property
     def weights(self) -> dict[int, str]:
-        """A checksum of each rank's weights, of those that have trained to the end."""
-        return {int(r): crc for r, crc in re.findall(r"DONE (\d+) (\d+)", self.output)}
+        """See :func:`weights_in`."""
+        return weights_in(self.output)
 
     @property
     def after_fault(self) -> float:
         """Seconds from the last fault to the end."""
         return self.ended - max(map(float, re.findall(r"FAULT ([\d.]+)", self.output)))
+
+
+def weights_in(output: str) -> dict[int, str]:
+    """A checksum of each rank's weights, of those that have trained to the end, from what the script has printed."""
+    return {int(r): crc for r, crc in re.findall(r"DONE (\d+) (\d+)", output)}
 
 
 def launch(

@@ -92,9 +92,14 @@ def launcher_of(mpi: str) -> tuple[list[str], dict[str, str]]:
         environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         environ |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
         return [str(Path(sys.executable).parent / "mpirun"), "--oversubscribe", "--bind-to", "none"], environ
-    prefix = Path(os.environ.get("MPIPIPE_TEST_MPICH", ROOT / ".mpich"))
+    prefix = mpich_prefix()
     environ["MPI4PY_LIBMPI"] = str(prefix / "lib" / "libmpi.so.12")
     return [str(prefix / "bin" / "mpirun")], environ
+
+
+def mpich_prefix() -> Path:
+    """Where MPICH is."""
+    return Path(os.environ.get("MPIPIPE_TEST_MPICH", ROOT / ".mpich"))
 
 
 def case_names(module: str) -> list[str]:
