@@ -5,6 +5,7 @@ from typing import Any as _Any
 
 from mpipipe import launcher as _launcher
 from mpipipe import logs as _logs
+from mpipipe import quiet as _quiet
 from mpipipe._version import __version__
 from mpipipe.context import (
     client_index,
@@ -38,7 +39,7 @@ __all__ = [
 
 # TensorFlow reads its log level and its threads when it is loaded, and loading it takes seconds: so before, and only on
 # demand.
-_launcher.quieten_tensorflow()
+_quiet.quieten_tensorflow()
 _launcher.prepared = _launcher.prepare_tensorflow()
 _logs.print_errors_briefly()
 _ON_DEMAND = {"DistributedOptimizer": "mpipipe.keras.optimizer", "shard": "mpipipe.data"}

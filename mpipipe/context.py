@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mpipipe import launcher, logs, signals, trace, watch
+from mpipipe import launcher, logs, quiet, signals, trace, watch
 from mpipipe.config import Config
 from mpipipe.errors import DisagreementError, EnvironmentProblem, MpipipeError
 from mpipipe.link import Link
@@ -377,7 +377,7 @@ def init(**settings: Any) -> Context:
         if late:
             logs.logger.debug("MPI was initialised before mpipipe, with whatever was set")
     if not config.quiet:
-        launcher.unquieten_tensorflow()
+        quiet.unquieten_tensorflow()
     elif not context.is_server:
         logging.getLogger("tensorflow").setLevel(logging.ERROR)
     _install_hooks(context)

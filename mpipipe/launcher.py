@@ -24,10 +24,6 @@ _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_P
 # TensorFlow reads these when it starts its threads; a number that is set in the program wins over them.
 _INTRA, _INTER = "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"
 
-# The variable that TensorFlow reads, and a value of our own (3 to it) by which ours is told from the user's.
-_LOG_LEVEL, _SILENT = "TF_CPP_MIN_LOG_LEVEL", "03"
-
-
 # What the MPIs need to move data both ways at once over TCP at full speed, unless the user has set it: without it
 # handshakes of long messages queue behind bulk data (a step takes up to twice as long). Open MPI's ob1 over TCP: no
 # handshake for messages up to 8 MiB. UCX over TCP, under MPICH: none at all, and segments of 256 KiB instead of 8,
@@ -90,20 +86,3 @@ def _number(text: str) -> int | None:
     """A number as a launcher writes it, or None."""
     # Of what else Python calls digits it does not read all (such as a superscript), nor more than some thousands.
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
-
-
-def quieten_tensorflow() -> None:
-    """Silence TensorFlow's start-up messages on all ranks but 0, where TensorFlow has not been imported yet.
-
-    The C++ part reads the variable once, when it is loaded; a value that the user set is kept.
-    """
-    ranks = rank_and_size()
-    wanted = os.environ.get("MPIPIPE_QUIET", "1").strip().lower() not in ("0", "false", "no", "off")
-    if wanted and ranks is not None and ranks[0] > 0 and _LOG_LEVEL not in os.environ:
-        os.environ[_LOG_LEVEL] = _SILENT
-
-
-def unquieten_tensorflow() -> None:
-    """Undo :func:`quieten_tensorflow`; of use before TensorFlow is imported."""
-    if os.environ.get(_LOG_LEVEL) == _SILENT:
-        del os.environ[_LOG_LEVEL]

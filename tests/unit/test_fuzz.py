@@ -23,7 +23,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from test_trace_runs import simulate, write_run
 
-from mpipipe import launcher
+from mpipipe import launcher, quiet
 from mpipipe.config import Config, variable_name
 from mpipipe.errors import ConfigError
 from mpipipe.timeline import command
@@ -234,9 +234,9 @@ def test_tensorflow_gets_threads_or_none_are_set_whatever_the_launcher_says(envi
 @fuzz
 @given(environments)
 def test_tensorflow_is_silenced_or_left_alone_whatever_the_environment_says(environ):
-    with mock.patch.dict(os.environ, environ, clear=True):
-        launcher.quieten_tensorflow()
-        assert dict(os.environ) in (environ, {launcher._LOG_LEVEL: launcher._SILENT, **environ})
+    with mock.patch.dict(os.environ, environ, clear=True), mock.patch.object(sys, "meta_path", [*sys.meta_path]):
+        quiet.quieten_tensorflow()
+        assert dict(os.environ) in (environ, {quiet._LOG_LEVEL: quiet._SILENT, **environ})
 
 
 # ----------------------------------------------------------------------------------------------------------- timelines
