@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import logging
 import multiprocessing
 import os
 import queue
+import re
 import signal
 import sys
 import threading
@@ -35,6 +37,8 @@ _ABORT_GRACE = 5.0
 _TERM_GRACE = 4.0
 # How often a rank asks the server for the time, to put its timeline on the server's clock.
 _CLOCK_SAMPLES = 50
+# A file of MPICH's shared memory among those that a process has mapped, as long as it has a name.
+_MPICH_FILE = re.compile(r" /dev/shm/mpich_shm_\w+$", re.MULTILINE)
 # What a rank that has come there waits for, in words.
 _AT_THE_END = "has not come to the end of its script"
 
@@ -434,8 +438,23 @@ def _join() -> tuple[MPI.Intracomm | None, tuple[int, int]]:
         )
     local = world.Split_type(MPI.COMM_TYPE_SHARED)
     places = local.Get_rank(), local.Get_size()
+    local.Barrier()
+    if places[0] == 0:
+        _unlink_shared_memory()
     local.Free()
     return world.Dup(), places
+
+
+def _unlink_shared_memory(maps: str = "/proc/self/maps") -> None:
+    """Remove the names of the files that MPICH shares between a host's ranks, once all of them have mapped them.
+
+    Of a job that is killed it would leave the files behind, and the memory that they take. (Open MPI's launcher removes
+    its own.)
+    """
+    with contextlib.suppress(OSError), open(maps) as file:
+        for path in {line.split()[-1] for line in file if _MPICH_FILE.search(line)}:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
 def _install_hooks(context: Context) -> None:

@@ -143,6 +143,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._due = False
         self._snapshot = Snapshot(self.variables)
         self._work: queue.SimpleQueue[tuple[Any, ...] | int | None] = queue.SimpleQueue()
+        self._may_save, self._said_slow = threading.Semaphore(), False
         self._writer = threading.Thread(target=self._write_all, name="mpipipe-checkpoint", daemon=True)
         self._writer.start()
         if not self._alone:
@@ -224,30 +225,62 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _save(self, epoch: int, batch: int, *, boundary: bool, stopped: bool = False) -> None:
         """Have the present state written, by a thread that waits for what the clients say of theirs."""
+        self._wait_until_written()
         self._due, self._at, self._last = False, None, time.monotonic()
-        self._snapshot.take()
+        values = self._snapshot.take()
         steps = self._steps()
         manifest = {"epoch": epoch, "batch": batch, "steps": self._number(steps), "stopped": stopped}
         of_epoch = epoch - 1 if boundary else epoch
         own = {0: local_state(self.model)} if self._alone else None
-        self._work.put((manifest, self._snapshot.values, of_epoch, steps, boundary, own))
+        self._work.put((manifest, values, of_epoch, steps, boundary, own))
+
+    def _wait_until_written(self) -> None:
+        """Let no two states of the model wait for the disk: they would become more and more where it is slow."""
+        began = time.monotonic()
+        while not self._may_save.acquire(timeout=1.0):  # in slices, so that an interrupt gets through
+            if not self._said_slow and time.monotonic() - began > _SLOW:
+                self._said_slow = True
+                logger.warning("training waits until a checkpoint is written: that takes longer than until the next")
 
     def _number(self, steps: int) -> int:
         return steps if self._alone else self._base + steps
 
     def _write_all(self) -> None:
-        while (work := self._work.get()) is not None:
-            if isinstance(work, int):  # nothing is written any more for which older ones would be wanted
-                self._optimizer.session.saves.discard(lambda said: said["epoch"] < work)  # noqa: B023
-                continue
-            manifest, values, epoch, steps, boundary, own = work
-            arrays, clients = _server_arrays(values), {}
-            for client, state in (own or self._clients_say(epoch, steps)).items():
-                # At the end of an epoch all have the server's statistics.
-                kept = {name: value for name, value in state.items() if not (boundary and name.startswith("state/"))}
-                arrays |= {f"client/{client}/{name}": value for name, value in kept.items()}
-                clients[client] = len(kept)
-            self._write({**manifest, "clients": clients}, arrays)
+        while self._write_next():
+            pass
+
+    def _write_next(self) -> bool:
+        """Do the next of what is to be done, and hold none of it any more; False where that was the last."""
+        work = self._work.get()
+        if work is None:
+            return False
+        if isinstance(work, int):  # nothing is written any more for which older ones would be wanted
+            epoch = work
+            self._optimizer.session.saves.discard(lambda said: said["epoch"] < epoch)
+            return True
+        try:
+            self._write_state(*work)
+        finally:
+            del work  # before the next one is made
+            self._may_save.release()
+        return True
+
+    def _write_state(
+        self,
+        manifest: dict[str, Any],
+        values: list[Any],
+        epoch: int,
+        steps: int,
+        boundary: bool,
+        own: dict[int, dict[str, Any]] | None,
+    ) -> None:
+        arrays, clients = _server_arrays(values), {}
+        for client, state in (own or self._clients_say(epoch, steps)).items():
+            # At the end of an epoch all have the server's statistics.
+            kept = {name: value for name, value in state.items() if not (boundary and name.startswith("state/"))}
+            arrays |= {f"client/{client}/{name}": value for name, value in kept.items()}
+            clients[client] = len(kept)
+        self._write({**manifest, "clients": clients}, arrays)
 
     def _clients_say(self, epoch: int, steps: int) -> dict[int, dict[str, Any]]:
         """What each client has of its own after so many steps, or at the end of its epoch if that was before."""
@@ -277,9 +310,10 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
     def _save_now(self) -> str:
         """The run is about to be ended: save the state before the step that is being served. On any thread."""
         optimizer = self._optimizer
-        if not self._works or optimizer.snapshot is None or not self._epochs:
+        before = optimizer.snapshot
+        if not self._works or before is None or not self._epochs:
             return ""
-        steps, values = optimizer.snapshot
+        steps, values = before
         epoch, start, first = next(one for one in reversed(self._epochs) if one[1] <= steps)
         batch = first + (steps - start) * self._batches_a_step()
         manifest = {"epoch": epoch, "batch": batch, "steps": self._number(steps), "stopped": False, "clients": {}}
@@ -287,6 +321,9 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
             return str(self.path)
         return str(self._write(manifest, _server_arrays(values)) or "")
 
+
+# Seconds that training waits for the disk before it says so.
+_SLOW = 2.0
 
 _SERVER = "server/"  # begins the names of arrays of the server
 
@@ -296,7 +333,8 @@ def _of_server(position: int) -> str:
 
 
 def _server_arrays(values: list[Any]) -> dict[str, Any]:
-    return {_of_server(position): value.numpy() for position, value in enumerate(values)}
+    # By numpy(), they would be copied.
+    return {_of_server(position): np.asarray(value) for position, value in enumerate(values)}
 
 
 class Skip:

@@ -15,7 +15,7 @@ from mpipipe import context as running
 from mpipipe.errors import MpipipeError
 from mpipipe.keras import compat, trainer
 from mpipipe.keras.bridge import Bridge
-from mpipipe.keras.update import BITS_OF_ROWS, Snapshot, Updater, is_divisible
+from mpipipe.keras.update import BITS_OF_ROWS, StateBefore, Updater, is_divisible
 from mpipipe.logs import logger
 from mpipipe.protocol.plan import VariableSpec
 from mpipipe.session import ClientSession, Gradient, ServerSession
@@ -67,8 +67,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         self._bridge: Bridge | None = None
         self._updater: Updater | None = None
         # What the weights and slots were before the step that is being served; where anybody may want it.
-        self._snapshot: Snapshot | None = None
-        self._before: tuple[int, list[Any]] | None = None
+        self._before: StateBefore | None = None
         # On the server, by client: what each is to take over of its own, of a run that goes on.
         self.states: dict[int, dict[str, Any]] = {}
         # The model that fit trains, whose state is exchanged with the weights: a function, as Keras would save a model.
@@ -397,16 +396,15 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         """On the server: serve the step that has begun."""
         assert self._updater is not None and self._bridge is not None
         step = self._bridge.steps
-        if self._snapshot is not None:
-            self._snapshot.take()
-            self._before = step, self._snapshot.values
+        if self._before is not None:
+            self._before.take(step)
         self._updater.step()
         engine = self.session.engine
         again = step in engine.redo_steps
         if again:
             # Some updates had a client in them that was lost before all of them had.
-            assert self._snapshot is not None
-            self._snapshot.put_back()
+            assert self._before is not None
+            self._before.put_back()
             self._bridge.steps = step
             if step in engine.cancelled_steps:
                 return
@@ -418,7 +416,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def keep_snapshots(self, variables: Sequence[Any]) -> None:
         """On the server: from the next step on, know what was before it, of weights and slots at least."""
-        self._snapshot = Snapshot(variables)
+        self._before = StateBefore(variables)
 
     @property
     def snapshot(self) -> tuple[int, list[Any]] | None:
@@ -426,7 +424,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
         That is the values of the variables given to :meth:`keep_snapshots`; None where nobody has asked for it.
         """
-        return self._before
+        return self._before.taken if self._before is not None else None
 
     @property
     def batches_a_step(self) -> int:
@@ -639,7 +637,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
                 on_nonfinite=self._context.config.on_nonfinite,
                 redoes=self._context.transport.survives,
             )
-            if self._context.transport.survives and self._snapshot is None:
+            if self._context.transport.survives and self._before is None:
                 self.keep_snapshots([*self._trainable_variables, *self.inner.variables])
             session.engine.start()
         else:
@@ -834,7 +832,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     def _serve_one(self) -> None:
         """On the server: one step of a loop of the user's own, inside or outside of ``tf.function``."""
         assert self._updater is not None
-        if tf.inside_function() and self._snapshot is not None:
+        if tf.inside_function() and self._before is not None:
             # From Python, as a step may have to be done again.
             tf.numpy_function(self._serve_from_graph, [], tf.bool)
         elif tf.inside_function():

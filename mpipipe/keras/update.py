@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -116,12 +117,12 @@ class Updater:
         """What ``Optimizer.apply`` does, for parts of variables of an optimizer that takes each element by itself."""
         new = []
         variables = [self._variables[region.variable] for region in unit.regions]
-        optimizers = [
-            compat.OptimizerOfPart(self._optimizer, variable, partial(Part, region=region))
-            for variable, region in zip(variables, unit.regions, strict=True)
-        ]
-        gradients = self._gradients(unit, [optimizer.part.shape for optimizer in optimizers])
-        for variable, optimizer, gradient in zip(variables, optimizers, gradients, strict=True):
+        shapes = [_part(tuple(v.shape), region)[1] for v, region in zip(variables, unit.regions, strict=True)]
+        gradients = self._gradients(unit, shapes)
+        for variable, region, gradient in zip(variables, unit.regions, gradients, strict=True):
+            # Read no sooner: else there is a copy of all variables and slots as soon as a step begins.
+            with tf.control_dependencies([gradient]):
+                optimizer = compat.OptimizerOfPart(self._optimizer, variable, partial(Part, region=region))
             part = optimizer.part
             (gradient,) = self._optimizer._clip_gradients([gradient])
             if self._optimizer.weight_decay is not None and self._optimizer._use_weight_decay(variable):
@@ -242,7 +243,7 @@ class Part:
 
     def __init__(self, variable: Any, region: Region) -> None:
         self._variable = compat.native(variable)
-        self._blocks = _blocks(tuple(self._variable.shape), region)
+        self._blocks, shape = _part(tuple(self._variable.shape), region)
         if self._blocks is None:
             self.tensor = self._variable.read_value()
         else:
@@ -250,7 +251,7 @@ class Part:
             self.tensor = tf.raw_ops.ResourceGatherNd(
                 resource=self._variable.handle, indices=self._blocks, dtype=self._variable.dtype
             )
-            self.tensor.set_shape([len(self._blocks), *self._variable.shape[self._blocks.shape[1] :]])
+            self.tensor.set_shape(shape)
         self._read = self.tensor
 
     @property
@@ -301,16 +302,20 @@ for _name in ("add", "sub", "mul", "truediv", "pow"):
     setattr(Part, f"__r{_name}__", _operator(getattr(operator, _name), swapped=True))
 
 
-def _blocks(shape: tuple[int, ...], region: Region) -> Any:
-    """Indices (blocks, depth) of the largest blocks that make up a region; None where it is the whole variable."""
+def _part(shape: tuple[int, ...], region: Region) -> tuple[Any, tuple[int, ...]]:
+    """What makes up a region of a variable of some shape, and its shape.
+
+    That is the indices (blocks, depth) of the largest blocks, and (blocks, *shape of a block); None and the variable's
+    where the region is the whole variable.
+    """
     if region.size == math.prod(shape):
-        return None
+        return None, shape
     size, depth = math.prod(shape), 0
     while region.start % size or region.stop % size:
         size //= shape[depth]
         depth += 1
     numbers = np.arange(region.start // size, region.stop // size)
-    return np.stack(np.unravel_index(numbers, shape[:depth]), axis=1).astype(np.int32)
+    return np.stack(np.unravel_index(numbers, shape[:depth]), axis=1).astype(np.int32), (len(numbers), *shape[depth:])
 
 
 def is_divisible(optimizer: Any, variables: Sequence[Any], on_nonfinite: str = "ignore") -> bool:
@@ -321,9 +326,10 @@ def is_divisible(optimizer: Any, variables: Sequence[Any], on_nonfinite: str = "
 
 
 class Snapshot:
-    """The values of variables as they were at one moment, at no cost until the variables change.
+    """The values of variables as they were at one moment.
 
-    A value that is read shares the variable's memory, and TensorFlow copies that before it writes to what is shared.
+    They take as much memory as the variables. A value that is read shares the variable's memory, and TensorFlow copies
+    that when it writes to what is shared; but once parts of a variable have been written, it copies when it is read.
 
     Args:
         variables: what to know of, in the order of the values.
@@ -333,16 +339,47 @@ class Snapshot:
         self._variables = [compat.native(variable) for variable in variables]
         read = tf.function(lambda: [v.read_value() for v in self._variables], autograph=False)
         self._read = read.get_concrete_function()
-        self.values: list[Any] = []
 
-    def take(self) -> None:
-        """Have the values that the variables have now."""
-        self.values = self._read()
+    def take(self) -> list[Any]:
+        """The values that the variables have now."""
+        return list(self._read())
+
+    def put_back(self, values: Sequence[Any]) -> None:
+        """Have the variables as they were when these values were taken."""
+        for variable, value in zip(self._variables, values, strict=True):
+            variable.assign(value)
+
+
+class StateBefore:
+    """The state before the step that is being served, or has been served last.
+
+    It is kept here, as whatever an optimizer has for an attribute Keras tracks, and TensorFlow then keeps alive.
+
+    Args:
+        variables: see :class:`Snapshot`.
+    """
+
+    def __init__(self, variables: Sequence[Any]) -> None:
+        self._snapshot = Snapshot(variables)
+        self._taken: tuple[int, list[Any]] | None = None
+        self._lock = threading.Lock()
+
+    def take(self, steps: int) -> None:
+        """A step begins, after so many."""
+        with self._lock:
+            self._taken = None  # first, as there need not be both
+            self._taken = steps, self._snapshot.take()
+
+    @property
+    def taken(self) -> tuple[int, list[Any]] | None:
+        """That number of steps, and the values of the variables; None before the first step. From any thread."""
+        with self._lock:
+            return self._taken
 
     def put_back(self) -> None:
         """Have the variables as they were."""
-        for variable, value in zip(self._variables, self.values, strict=True):
-            variable.assign(value)
+        assert self._taken is not None
+        self._snapshot.put_back(self._taken[1])
 
 
 def needs_all_gradients(optimizer: Any, on_nonfinite: str = "ignore") -> str:

@@ -114,11 +114,17 @@ def case_names(module: str) -> list[str]:
 
 @cache
 def run_cases(
-    mpi: str, ranks: int, module: str, *environment: str, only: tuple[str, ...] = (), limit: float = 900
+    mpi: str,
+    ranks: int,
+    module: str,
+    *environment: str,
+    only: tuple[str, ...] = (),
+    limit: float = 900,
+    options: tuple[str, ...] = (),
 ) -> Job:
     """All cases of a module in one job, run once however many tests look at it; environment as ``NAME=value``."""
     env = dict(setting.split("=", 1) for setting in environment)
-    return mpirun(mpi, ranks, str(CASES.parent / "run_cases.py"), module, *only, limit=limit, env=env)
+    return mpirun(mpi, ranks, str(CASES.parent / "run_cases.py"), module, *only, limit=limit, env=env, options=options)
 
 
 def check_case(job: Job, case: str, ranks: int) -> None:

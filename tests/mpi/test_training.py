@@ -17,7 +17,7 @@ def test_two_runs_on_different_mpis_give_bit_identical_weights():
 
 
 # These cost most of their time in TensorFlow, so once.
-ONCE = {"200_layers", "memory_is_within_its_bounds"}
+ONCE = {"200_layers"}
 SHAPES = {"openmpi": case_names("shapes"), "mpich": [case for case in case_names("shapes") if case not in ONCE]}
 
 

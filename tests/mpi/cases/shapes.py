@@ -1,8 +1,5 @@
 """Models of any shape train and end the same everywhere."""
 
-import ctypes
-import gc
-
 import keras
 import numpy as np
 import tensorflow as tf
@@ -158,40 +155,3 @@ def case_half_the_bytes_and_about_the_same_weights_on_narrow_wires():
             np.testing.assert_allclose(ours, plain, atol=0.02)
         assert any((ours != plain).any() for ours, plain in zip(found[form][1], found["plain"][1], strict=True))
     record("narrow_wires", f"bytes sent { ({form: sent for form, (sent, _) in found.items()}) }")
-
-
-def memory(what):
-    """MiB that this process holds ("VmRSS") or has held at most ("VmHWM")."""
-    line = next(line for line in open("/proc/self/status") if line.startswith(what))
-    return int(line.split()[1]) / 1024
-
-
-def peak(train):
-    """MiB that this process holds at most while it trains, beyond what it held before."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak is from now on
-    before = memory("VmRSS")
-    train()
-    return memory("VmHWM") - before
-
-
-def case_memory_is_within_its_bounds():
-    """(clients + 4) times the model at the server; at a client three times the model beyond plain Keras."""
-    size, width, layers = 128, 1024, 32  # MiB
-    x = np.zeros((20, width), np.float32)
-
-    def train(optimizer):
-        keras.utils.set_random_seed(RANK)
-        model = keras.Sequential([keras.Input((width,))] + [keras.layers.Dense(width) for _ in range(layers)])
-        model.compile(optimizer=optimizer, loss="mse")
-        model.fit(x, x, batch_size=4, verbose=0)
-
-    train(keras.optimizers.SGD(1e-4))  # TensorFlow's own, which comes with the first training
-    keras.backend.clear_session()
-    plain = peak(lambda: train(keras.optimizers.SGD(1e-4)))
-    keras.backend.clear_session()
-    ours = peak(lambda: train(mp.DistributedOptimizer(keras.optimizers.SGD(1e-4))))
-    record("memory_is_within_its_bounds", f"{ours / size:.2f} models, plain Keras {plain / size:.2f}")
-    assert ours < (SIZE - 1 + 4) * size if mp.is_server() else ours - plain < 3 * size
