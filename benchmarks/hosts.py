@@ -49,11 +49,13 @@ class Launch:
         kind: "openmpi", "mpich" or "none".
         mpirun: the launcher.
         environ: what the ranks need in their environment for this MPI.
+        options: more of the launcher's.
     """
 
     kind: str
     mpirun: str = ""
     environ: Mapping[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
 
 
 def openmpi(python: str = sys.executable) -> Launch:
@@ -204,7 +206,7 @@ class Place:
 
     def _mpirun(self, launch: Launch, ranks: int) -> list[str]:
         options = ["--oversubscribe", "--bind-to", "none"] if launch.kind == "openmpi" else []
-        return [launch.mpirun, *options, "-np", str(ranks)]
+        return [launch.mpirun, *options, *launch.options, "-np", str(ranks)]
 
 
 class Hosts(Place):
@@ -254,6 +256,14 @@ class Hosts(Place):
         inside = ("ip", "netns", "exec", f"{self._bridge}-{rank + 1}")
         _do(*inside, "tc", "qdisc", "replace", "dev", "eth0", *shape)  # from it
 
+    def set_link(self, rank: int, state: str) -> None:
+        """Take the link of a rank's host "down" or bring it "up" again."""
+        _do("ip", "link", "set", self._link(rank), state)
+
+    def processes(self, rank: int) -> list[int]:
+        """The processes on a rank's host."""
+        return list(map(int, _do("ip", "netns", "pids", f"{self._bridge}-{rank + 1}").split()))
+
     def _link(self, rank: int) -> str:
         return f"{self._bridge}v{rank + 1}"
 
@@ -276,11 +286,13 @@ class Hosts(Place):
         addresses = [self.address(rank) for rank in range(ranks)]
         if launch.kind == "mpich":
             hydra = ["-launcher", "ssh", "-launcher-exec", str(self._agent), "-iface", "eth0"]
-            return [launch.mpirun, *hydra, "-hosts", ",".join(addresses), "-ppn", "1", "-np", str(ranks)]
+            places = ["-hosts", ",".join(addresses), "-ppn", "1"]
+            return [launch.mpirun, *hydra, *launch.options, *places, "-np", str(ranks)]
         hosts = ",".join(f"{address}:1" for address in addresses)
         prte = ["--prtemca", "plm_ssh_agent", str(self._agent), "--prtemca", "prte_if_include", f"{_NETWORK}.0/24"]
         tcp = ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", f"{_NETWORK}.0/24"]
-        return [launch.mpirun, *prte, "--host", hosts, "-np", str(ranks), "--map-by", "node", "--bind-to", "none", *tcp]
+        places = ["--host", hosts, "--map-by", "node", "--bind-to", "none"]
+        return [launch.mpirun, *prte, *launch.options, *places, "-np", str(ranks), *tcp]
 
 
 def place(hosts: int, rate: str | None) -> Place:

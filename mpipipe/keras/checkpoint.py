@@ -66,6 +66,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._works = False
         self._lock = threading.Lock()  # of writing
         self._written = -1  # the number of the newest file
+        self._newest: Path | None = None
 
     # Going on. On the server, before clients begin; also where there is one rank.
 
@@ -99,6 +100,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
         self._base = self._written = int(manifest["steps"])
+        self._newest = path
         for client in manifest["clients"]:
             start = f"client/{client}/"
             own = {name.removeprefix(start): value for name, value in arrays.items() if name.startswith(start)}
@@ -304,7 +306,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
             except OSError as error:
                 logger.warning("no checkpoint was written (%s): training goes on, older ones stay", error)
                 return None
-            self._written = manifest["steps"]
+            self._written, self._newest = manifest["steps"], path
             return path
 
     def _save_now(self) -> str:
@@ -318,7 +320,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         batch = first + (steps - start) * self._batches_a_step()
         manifest = {"epoch": epoch, "batch": batch, "steps": self._number(steps), "stopped": False, "clients": {}}
         if self._number(steps) == self._written:
-            return str(self.path)
+            return str(self._newest)
         return str(self._write(manifest, _server_arrays(values)) or "")
 
 

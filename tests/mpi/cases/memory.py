@@ -10,7 +10,7 @@ from cases.common import RANK, SIZE, record
 
 import mpipipe as mp
 
-MODEL, WIDTH, LAYERS = 128, 1024, 32  # MiB
+MODEL, WIDTH, LAYERS = 128, 1448, 16  # MiB
 CLIENTS = SIZE - 1
 
 
@@ -33,7 +33,7 @@ def peak(train):
 
 def peaks(name, optimizer, callbacks=()):
     """The models that this process holds at most beyond what it held before, as plain Keras and with mpipipe."""
-    x = np.zeros((24, WIDTH), np.float32)
+    x = np.zeros((16, WIDTH), np.float32)
 
     def train(optimizer, callbacks=()):
         keras.utils.set_random_seed(RANK)
@@ -67,7 +67,7 @@ def case_memory_is_within_its_bounds():
 def case_memory_with_checkpoints_is_within_its_bounds():
     """At the server three times weights and slots more: as before the step, what is written, what is being updated."""
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = mp.callbacks.Checkpoint(folder, every=2)
+        checkpoint = mp.callbacks.Checkpoint(folder, every=1)
         name = "memory_with_checkpoints_is_within_its_bounds"
         plain, ours = peaks(name, lambda: keras.optimizers.Adam(1e-5), [checkpoint])
     # At a client plain Keras has the slots, which ours has not.
