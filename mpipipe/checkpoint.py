@@ -110,7 +110,10 @@ def write(folder: Path, number: int, checkpoint: Checkpoint, keep: int) -> Path:
             temporary.unlink()
         raise
     _sync(folder)
-    _prune(folder, number, keep)
+    try:
+        _prune(folder, number, keep)
+    except (OSError, CheckpointError) as error:
+        logger.warning("older checkpoints than %s stay: %s", path, error)
     return path
 
 

@@ -78,11 +78,12 @@ class Context:
         self._departed: dict[int, dict[str, int]] = {}
         self._bye = threading.Event()
         self._left: set[int] = set()  # the clients that need nothing more from this rank
+        self._gone: set[int] = set()  # those that have died after their script had ended
         self._leaving: dict[int, str] = {}  # whom this rank waits for at the end
         # The clients' timelines, with what to add to their clocks; and what the server's clock said, and when.
         self._timelines: dict[int, tuple[dict[str, Any], float]] = {}
         self._times: queue.SimpleQueue[tuple[float, float]] = queue.SimpleQueue()
-        self._finalized = False
+        self._finalized = self._closed = False
         if transport is not None:
             transport.on_control(self._dispatch)
             transport.on_lost(lambda rank: self.lose(rank, "its process has died"))
@@ -146,11 +147,12 @@ class Context:
     def lose(self, rank: int, why: str) -> None:
         """A rank is not there any more: go on without it, or end this rank."""
         if not self.is_server:
-            if rank == SERVER:
+            if rank == SERVER and not self._bye.is_set():
                 self.fail(f"the server (rank 0) is lost: {why}")
             return
         with self._lock:
             if rank in self._departed:
+                self._gone.add(rank)
                 self._left.add(rank)
                 return
             if rank in self.lost:
@@ -196,6 +198,10 @@ class Context:
             self.fail(f"{name}: ending the run on all ranks{saved}", 128 + number)
         if number == signal.SIGTERM:
             time.sleep(_TERM_GRACE)  # the server has got it too, and ends the run when it has saved what there is
+            if self.transport.survives:
+                self.end_alone(f"{name}: ending this rank")
+            self.transport.send_control(SERVER, {"kind": "term"})
+            time.sleep(_TERM_GRACE)
         self.abort(128 + number)
 
     def _answer(self) -> dict[str, Any]:
@@ -205,6 +211,8 @@ class Context:
         return {"kind": "here", "where": watch.place(), "in_step": in_step}
 
     def _dispatch(self, source: int, message: dict[str, Any]) -> None:
+        if self.is_server and source in self.lost:
+            return  # it has been given up, and has not heard of it yet
         if message["kind"] == "ask":
             self.transport.send_control(source, self._answer())
         elif message["kind"] == "here":
@@ -225,6 +233,9 @@ class Context:
             self._bye.set()
         elif message["kind"] == "left":
             self._left.add(source)
+        elif message["kind"] == "term":
+            name, code = signal.SIGTERM.name, 128 + signal.SIGTERM
+            self.fail(f"rank {source} has got {name}: ending the run on all ranks{self.save()}", code)
         else:
             with self._lock:
                 if message["session"] < len(self._sessions):
@@ -271,6 +282,11 @@ class Context:
         self.abort(1)
 
     @property
+    def incomplete(self) -> bool:
+        """Whether some ranks are not there any more: MPI_Finalize may wait for them (with Open MPI 5.0, one in 20)."""
+        return bool(self.lost or self._gone)
+
+    @property
     def exit_status(self) -> int:
         """What this process ends with."""
         return self.exit_code if isinstance(self.exit_code, int) else int(self.exit_code is not None)
@@ -297,6 +313,7 @@ class Context:
         for close in self.closers:
             close()
         self.transport.close()
+        self._closed = True
 
     def _depart(self) -> None:
         self._leaving = {SERVER: _AT_THE_END}
@@ -329,9 +346,9 @@ class Context:
                     self._left_behind("clients go on with another step")
             time.sleep(0.02)
         for client in self._departed:
-            self.transport.send_control(client, {"kind": "bye", "lost": self.lost})
+            self.transport.send_control(client, {"kind": "bye", "lost": [*self.lost, *self._gone]})
         # Where ranks are lost, none waits for the others in MPI_Finalize: the server is the last to leave.
-        while self.lost and (there := [client for client in self.remaining if client not in self._left]):
+        while self.incomplete and (there := [client for client in self.remaining if client not in self._left]):
             self._leaving = dict.fromkeys(there, _AT_THE_END)
             time.sleep(0.02)
         self._leaving = {}
@@ -391,8 +408,8 @@ def init(**settings: Any) -> Context:
 
 @atexit.register  # with the module, so that it comes after all that was registered later, and that is nearly all
 def _end_without_mpi_finalize() -> None:
-    """Where ranks are lost, end this process at once: MPI_Finalize may wait for them (with Open MPI 5.0, one in 20)."""
-    if _current is None or not _current.lost:
+    """Where ranks are lost, end this process at once, without MPI_Finalize."""
+    if _current is None or not _current.incomplete:
         return
     for process in multiprocessing.active_children():
         if process.daemon:
@@ -477,7 +494,7 @@ def _install_hooks(context: Context) -> None:
 
     def on_thread_exception(arguments: threading.ExceptHookArgs) -> None:
         ours = arguments.thread is not None and arguments.thread.name.startswith("mpipipe-")
-        if ours and not context._finalized:
+        if ours and not context._closed:
             context.end_with(arguments.exc_type, arguments.exc_value, arguments.exc_traceback)
         else:
             threading.__excepthook__(arguments)

@@ -51,8 +51,13 @@ class _QuietImport(MetaPathFinder):
 @contextmanager
 def _log_held_back() -> Iterator[None]:
     """What is written to standard error meanwhile is written when this ends, but for TensorFlow's log."""
+    try:
+        holding = tempfile.TemporaryFile()  # noqa: SIM115
+    except OSError:  # there is no place for it
+        yield
+        return
     sys.stderr.flush()
-    with tempfile.TemporaryFile() as held:
+    with holding as held:
         real = os.dup(_STDERR)
         os.dup2(held.fileno(), _STDERR)
         try:

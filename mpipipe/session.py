@@ -722,7 +722,7 @@ class ServerSession(_Session):
         for client, semaphore in arrived.items():
             with self._awaiting([client], "owes the model's state"):
                 for _ in like[client]:
-                    while not semaphore.acquire(timeout=1.0) and client not in self._context.lost:
+                    while client not in self._context.lost and not semaphore.acquire(timeout=1.0):
                         pass
         return {client: buffers for client, buffers in parts.items() if client not in self._context.lost}
 

@@ -145,6 +145,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._due = False
         self._snapshot = Snapshot(self.variables)
         self._work: queue.SimpleQueue[tuple[Any, ...] | int | None] = queue.SimpleQueue()
+        self._said: dict[int, dict[str, Any]] = {}  # by client, what has been taken last of what it has of its own
         self._may_save, self._said_slow = threading.Semaphore(), False
         self._writer = threading.Thread(target=self._write_all, name="mpipipe-checkpoint", daemon=True)
         self._writer.start()
@@ -170,6 +171,9 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         """Note where training stands; save what was to be saved when the last epoch ended."""
         if not self._works:
             return
+        if self._epochs:
+            rule = {**self.rule, "at": self._at}
+            self._due |= is_overdue(self._steps(), self._epochs[-1][1], self.model.steps_per_execution, rule)
         if self._due:
             self._save(epoch, 0, boundary=True)
         if not self._alone:
@@ -228,6 +232,8 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
     def _save(self, epoch: int, batch: int, *, boundary: bool, stopped: bool = False) -> None:
         """Have the present state written, by a thread that waits for what the clients say of theirs."""
         self._wait_until_written()
+        if not self._writer.is_alive():
+            raise CheckpointError("checkpoints are not written any more: the thread that did so has failed")
         self._due, self._at, self._last = False, None, time.monotonic()
         values = self._snapshot.take()
         steps = self._steps()
@@ -286,21 +292,28 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _clients_say(self, epoch: int, steps: int) -> dict[int, dict[str, Any]]:
         """What each client has of its own after so many steps, or at the end of its epoch if that was before."""
+
+        def is_it(said: dict[str, Any]) -> bool:
+            return bool(said["epoch"] == epoch and (said["ends"] or said["step"] == steps))
+
         session, states = self._optimizer.session, {}
         for client in session.clients:
-            while True:
+            # What a client said when it ended an epoch stands for all that is saved in it afterwards.
+            said = self._said.get(client)
+            while said is None or not is_it(said):
                 said = session.saves.take(client)
                 if said["kind"] == "ended":
                     break  # it is lost, or its script has ended
-                if (said["epoch"], said["step"]) == (epoch, steps) or (said["epoch"] == epoch and said["ends"]):
-                    states[client] = unpack(said["state"])
-                    break
+                self._said[client] = said
+            else:
+                states[client] = unpack(said["state"])
         return states
 
     def _write(self, manifest: dict[str, Any], arrays: dict[str, Any]) -> Path | None:
         with self._lock:
-            if manifest["steps"] < self._written:
-                return None
+            newer = manifest["steps"] < self._written
+            if newer or (manifest["steps"] == self._written and not manifest["clients"]):
+                return self._newest  # which has what clients have of their own, too
             try:
                 path = files.write(self.path, manifest["steps"], files.Checkpoint(manifest, arrays), self.keep)
             except OSError as error:
@@ -319,8 +332,6 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         epoch, start, first = next(one for one in reversed(self._epochs) if one[1] <= steps)
         batch = first + (steps - start) * self._batches_a_step()
         manifest = {"epoch": epoch, "batch": batch, "steps": self._number(steps), "stopped": False, "clients": {}}
-        if self._number(steps) == self._written:
-            return str(self._newest)
         return str(self._write(manifest, _server_arrays(values)) or "")
 
 
@@ -379,9 +390,16 @@ def is_due(steps: int, start: int, per_execution: int, rule: dict[str, Any]) -> 
 
     Ranks can only say what was at the end of a call of Keras's train function, which does ``per_execution`` steps.
     """
-    if (steps - start) % per_execution:
-        return False
-    before, every, at = max(steps - per_execution, start), rule["every"], rule.get("at")
+    return (steps - start) % per_execution == 0 and _passes(max(steps - per_execution, start), steps, rule)
+
+
+def is_overdue(steps: int, start: int, per_execution: int, rule: dict[str, Any]) -> bool:
+    """Whether one was to be made within the last call of a phase, which has done fewer steps than others."""
+    return _passes(steps - (steps - start) % per_execution, steps, rule)
+
+
+def _passes(before: int, steps: int, rule: dict[str, Any]) -> bool:
+    every, at = rule["every"], rule.get("at")
     crossed = every is not None and (rule["base"] + steps) // every > (rule["base"] + before) // every
     return crossed or (at is not None and before < at <= steps)
 

@@ -88,11 +88,6 @@ class MPITransport(Transport):
 
     def open_channel(self) -> MPIChannel:
         """See :meth:`Transport.open_channel`."""
-        if self._lost:
-            raise EnvironmentProblem(
-                f"rank(s) {', '.join(map(str, sorted(self._lost)))} are lost: the ranks that are left cannot begin "
-                "with another optimizer"
-            )
         opened = threading.Event()
         duplicates: list[MPI.Intracomm] = []
 
@@ -104,8 +99,14 @@ class MPITransport(Transport):
             duplicates.append(communicator)
             self._add(request, _Pending(opened.set, _nothing, self.rank, is_receive=False))
 
-        self.submit(duplicate)
-        opened.wait()
+        if not self._lost:
+            self.submit(duplicate)
+        while not opened.wait(timeout=1.0):
+            if self._lost:
+                raise EnvironmentProblem(
+                    f"rank(s) {', '.join(map(str, sorted(self._lost)))} are lost: the ranks that are left cannot begin "
+                    "with another optimizer"
+                )
         return MPIChannel(self, duplicates[0])
 
     def send_control(self, dest: int, message: dict[str, Any]) -> None:
@@ -261,16 +262,16 @@ class MPITransport(Transport):
     def _take_control(self) -> bool:
         try:
             message = self._communicator.Improbe(MPI.ANY_SOURCE, _CONTROL_TAG, self._status)
+            if message is None:
+                return False
+            buffer = bytearray(self._status.Get_count(MPI.BYTE))
+            source = self._status.Get_source()
+            message.Recv([buffer, MPI.BYTE])
         except MPI.Exception as error:
             if not self.survives or error.Get_error_class() != MPI.ERR_PROC_FAILED:
                 raise
             self._note_lost()
             return True
-        if message is None:
-            return False
-        buffer = bytearray(self._status.Get_count(MPI.BYTE))
-        source = self._status.Get_source()
-        message.Recv([buffer, MPI.BYTE])
         content = json.loads(buffer)
         if self._handler is None:
             self._early.append((source, content))

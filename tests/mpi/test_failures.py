@@ -41,6 +41,7 @@ FAILURES = {
     "a_gradient_that_is_not_finite": (
         r"\[mpipipe 0\] rank 1 has sent a gradient of .*dense\S* in step 4 that is not finite: ending the run"
     ),
+    "sigterm_that_only_one_client_gets": r"\[mpipipe 0\] rank 1 has got SIGTERM: ending the run on all ranks; saved to",
     "settings_differ": (
         r"\[mpipipe 0\] the ranks have different settings: wire is 'plain' \(rank 0\) and 'bf16' \(rank 1\)"
     ),

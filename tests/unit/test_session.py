@@ -980,3 +980,35 @@ def test_a_script_that_ends_in_the_middle_of_training_or_with_an_exit_code_ends_
     made.contexts[2].exit_code = 3
     with pytest.raises(MpipipeError, match=r"sys.exit\(3\).*\(3\)"):
         made.contexts[2].finalize()
+
+
+def test_what_a_client_says_that_has_been_given_up_is_not_taken(world):
+    made = world(3)
+    server, session = made.contexts[0], made.sessions[0]
+    server.lost.append(2)
+    for client in (1, 2):
+        server._dispatch(client, {"session": 0, "kind": "running", "logs": {"loss": 1.0}, "samples": 8, "last": False})
+        server._dispatch(client, {"session": 0, "kind": "phase"})
+    assert server.waiting() == {1: (0, "phase")}
+    assert set(session.latest) == {1}
+
+
+def test_ranks_that_die_after_their_scripts_have_ended_are_known_to_those_that_leave(world):
+    made = world(3)
+    server = made.contexts[0]
+    server._dispatch(2, {"kind": "depart", "steps": {}})
+    server.lose(2, "its process has died")
+    assert server.lost == [] and server.incomplete
+    made.contexts[1]._dispatch(0, {"kind": "bye", "lost": [2]})
+    assert made.contexts[1].incomplete
+
+
+def test_a_client_that_may_leave_does_not_mind_that_the_server_has_left(world, monkeypatch):
+    made = world(3)
+    failed: list[str] = []
+    monkeypatch.setattr(made.contexts[1], "fail", failed.append)
+    made.contexts[1].lose(0, "its process has died")
+    assert len(failed) == 1
+    made.contexts[1]._dispatch(0, {"kind": "bye", "lost": []})
+    made.contexts[1].lose(0, "its process has died")
+    assert len(failed) == 1

@@ -3,7 +3,10 @@
 Not a list of cases: every function here is run alone by test_failures.py, which looks at how the job ends.
 """
 
+import os
+import signal
 import sys
+import tempfile
 import threading
 import time
 
@@ -78,6 +81,14 @@ def case_exception_on_a_client_in_fit():
 
 def case_exception_on_the_server_in_fit():
     long_fit(compiled(mlp()), callbacks=[at_step(5, fail)] if RANK == 0 else [])
+
+
+def case_sigterm_that_only_one_client_gets():
+    with tempfile.TemporaryDirectory() as folder:
+        callbacks = [mp.callbacks.Checkpoint(folder, every=1000)]
+        if RANK == 1:
+            callbacks.append(at_step(5, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+        long_fit(compiled(mlp()), callbacks=callbacks)
 
 
 def case_sys_exit_on_a_client_in_fit():

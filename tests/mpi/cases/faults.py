@@ -102,7 +102,7 @@ def case_a_checkpoint_is_made_of_seconds_too_and_at_the_end():
         model = compiled(mlp(seed=1))
         fit(model, x, y, epochs=12, callbacks=[saving, Slow()])
         WORLD.Barrier()
-        numbers = sorted(int(path.stem.split("-")[1]) for path in Path(folder).glob("*.mpipipe"))
+        numbers = numbers_in(folder)
         assert len(numbers) >= 3 and numbers[-1] == 12 * 6, numbers
         # The run is over: the script does nothing more, and has its weights.
         again = compiled(mlp())
@@ -112,6 +112,35 @@ def case_a_checkpoint_is_made_of_seconds_too_and_at_the_end():
         # With more epochs it goes on.
         fit(again, x, y, epochs=13, callbacks=[mp.callbacks.Checkpoint(folder, every=10)])
         assert everywhere(int(again.optimizer.iterations)) == [13 * 6] * SIZE
+
+
+def numbers_in(folder):
+    """After how many steps the checkpoints in a folder were written."""
+    return sorted(int(path.stem.split("-")[1]) for path in Path(folder).glob("*.mpipipe"))
+
+
+def case_checkpoints_are_made_where_clients_have_different_numbers_of_batches():
+    x, y = regression(samples=8 * 12)
+    if RANK == 2:
+        x, y = x[: 8 * 3], y[: 8 * 3]  # it ends each epoch long before the others
+    with shared_folder() as folder:
+        model = compiled(mlp(seed=1))
+        saving = mp.callbacks.Checkpoint(folder, every=4, keep=100)
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False, callbacks=[saving])
+        WORLD.Barrier()
+        assert numbers_in(folder) == [4, 8, 12, 16, 20, 24]
+
+
+def case_checkpoints_that_are_due_within_a_call_of_several_steps_are_made_when_the_epoch_ends():
+    x, y = regression(samples=8 * 6)
+    with shared_folder() as folder:
+        model = mlp(seed=1)
+        optimizer = mp.DistributedOptimizer(keras.optimizers.SGD(0.01))
+        model.compile(optimizer, "mse", steps_per_execution=4)
+        saving = mp.callbacks.Checkpoint(folder, every=6, keep=100)
+        model.fit(x, y, batch_size=8, epochs=3, verbose=0, shuffle=False, callbacks=[saving])
+        WORLD.Barrier()
+        assert numbers_in(folder) == [6, 12, 18]
 
 
 def case_a_checkpoint_of_another_model_is_refused():
