@@ -987,8 +987,7 @@ def test_what_a_client_says_that_has_been_given_up_is_not_taken(world):
     server, session = made.contexts[0], made.sessions[0]
     server.lost.append(2)
     for client in (1, 2):
-        server._dispatch(client, {"session": 0, "kind": "running", "logs": {"loss": 1.0}, "samples": 8, "last": False})
-        server._dispatch(client, {"session": 0, "kind": "phase"})
+        server._dispatch(client, {"session": 0, "kind": "phase", "logs": {"loss": 1.0}, "samples": 8, "steps": 0})
     assert server.waiting() == {1: (0, "phase")}
     assert set(session.latest) == {1}
 
