@@ -150,6 +150,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._writer = threading.Thread(target=self._write_all, name="mpipipe-checkpoint", daemon=True)
         self._writer.start()
         if not self._alone:
+            self._optimizer.session.saves.discard(lambda said: True)  # what is left of an earlier fit
             running.init().savers.append(self._save_now)
 
     def on_train_begin(self, logs: Any = None) -> None:
