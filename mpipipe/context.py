@@ -38,7 +38,7 @@ _TERM_GRACE = 4.0
 # How often a rank asks the server for the time, to put its timeline on the server's clock.
 _CLOCK_SAMPLES = 50
 # A file of MPICH's shared memory among those that a process has mapped, as long as it has a name.
-_MPICH_FILE = re.compile(r" /dev/shm/mpich_shm_\w+$", re.MULTILINE)
+_MPICH_FILE = re.compile(r" (/dev/shm/mpich_shm_\w+)$", re.MULTILINE)
 # What a rank that has come there waits for, in words.
 _AT_THE_END = "has not come to the end of its script"
 
@@ -462,16 +462,15 @@ def _join() -> tuple[MPI.Intracomm | None, tuple[int, int]]:
     return world.Dup(), places
 
 
-def _unlink_shared_memory(maps: str = "/proc/self/maps") -> None:
+def _unlink_shared_memory() -> None:
     """Remove the names of the files that MPICH shares between a host's ranks, once all of them have mapped them.
 
     Of a job that is killed it would leave the files behind, and the memory that they take. (Open MPI's launcher removes
     its own.)
     """
-    with contextlib.suppress(OSError), open(maps) as file:
-        for path in {line.split()[-1] for line in file if _MPICH_FILE.search(line)}:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+    with contextlib.suppress(OSError), open("/proc/self/maps") as file:
+        for path in set(_MPICH_FILE.findall(file.read())):
+            os.unlink(path)
 
 
 def _install_hooks(context: Context) -> None:

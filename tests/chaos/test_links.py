@@ -99,6 +99,7 @@ def test_a_link_that_breaks_ends_all_ranks_on_both_sides_of_it(mpi, tmp_path):
         assert job.returncode != 0, output
     said = rf"rank {LINK}, which has not answered for \d+ s, .*: ending the run on all ranks; saved to .*mpipipe"
     assert len(re.findall(said, output)) == 1, output
+    assert list(tmp_path.glob("*.mpipipe")), output
 
 
 def test_a_link_that_breaks_costs_one_client_where_the_others_survive(tmp_path):
